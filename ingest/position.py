@@ -1,0 +1,211 @@
+"""Where a run stands: a small frozen value, written as readable JSON, the same on every rank.
+
+A position speaks of the last batch handed out, never of what was read ahead. It holds the plan's cursors and the counts at
+the start of the window it stands in, the rows of each lane consumed since, and the counts in total. A position at the
+end of a window names that window, not the next, so that a resume always re-makes one window and can compare digests.
+
+The fingerprint is everything that decides order and content. A position is refused where it differs, field by field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ingest.errors import ResumeError
+from ingest.plan import Cursors
+from ingest.slab import Counts, Prefix, cursors_from_json, cursors_to_json
+
+VERSION = 1
+MAX_BYTES = 1 << 20
+
+Fingerprint = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two steps.
+
+    Args:
+        step: steps handed out so far; the next batch is number ``step`` counted from 0.
+        offset: rows of each lane consumed in the window ``cursors.window``.
+        cursors: the plan before that window.
+        base: counts before that window.
+        counts: counts in total.
+        fingerprint: nested plain values, with ``packing.sequence_length`` and ``global_batch_rows`` among them.
+    """
+
+    step: int
+    offset: int
+    cursors: Cursors
+    base: Counts
+    counts: Counts
+    fingerprint: Fingerprint
+
+    @classmethod
+    def start(cls, cursors: Cursors, fingerprint: Fingerprint) -> Position:
+        """The position before the first step."""
+        nothing = Counts.zero(len(cursors.sources))
+        return cls(0, 0, cursors, nothing, nothing, fingerprint)
+
+    @property
+    def window(self) -> int:
+        """Ordinal of the window the position stands in."""
+        return self.cursors.window
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens handed out, padding apart."""
+        return self.counts.tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows handed out, padding rows of the last step included."""
+        return self.step * int(self.fingerprint["global_batch_rows"])
+
+    @property
+    def padding(self) -> int:
+        """Padding tokens handed out."""
+        return self.rows * int(self.fingerprint["packing"]["sequence_length"]) - self.counts.tokens
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything handed out, 16 hexadecimal digits."""
+        return format(self.counts.digest, "016x")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; ``from_dict`` takes them back."""
+        names = list(self.fingerprint["sources"])
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "rows": self.rows,
+            "padding": self.padding,
+            **_counts_to_json(self.counts, names),
+            "window": self.window,
+            "offset": self.offset,
+            "cursors": cursors_to_json(self.cursors),
+            "window_start": _counts_to_json(self.base, names),
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Position:
+        """Reads what ``to_dict`` gave.
+
+        Raises:
+            ResumeError: a field is missing, of the wrong type, negative, or of another version.
+        """
+        try:
+            if value["version"] != VERSION:
+                raise ResumeError(f"position version must be {VERSION}; got {value['version']}: use the release that wrote it")
+            position = cls(
+                step=_natural(value["step"]),
+                offset=_natural(value["offset"]),
+                cursors=_cursors_from_json(value["cursors"]),
+                base=_counts_from_json(value["window_start"]),
+                counts=_counts_from_json(value),
+                fingerprint=value["fingerprint"],
+            )
+            consistent = (position.rows, position.padding) == (value["rows"], value["padding"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__} {error}"
+            raise ResumeError(f"position must have the fields that state_dict() writes; got {what}: use another checkpoint") from None
+        if not consistent:
+            raise ResumeError(f"position contradicts itself; got rows {value['rows']} at step {position.step}: use another checkpoint")
+        return position
+
+    def to_json(self) -> str:
+        """Indented JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Position:
+        """Reads ``to_json``.
+
+        Raises:
+            ResumeError: not JSON, larger than 1 MiB, or not a position.
+        """
+        if len(text) > MAX_BYTES:
+            raise ResumeError(f"position must be under {MAX_BYTES} bytes; got {len(text)}: use another checkpoint")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ResumeError(f"position must be JSON; got {error}: use another checkpoint") from None
+        return cls.from_dict(value)
+
+    def require(self, fingerprint: Fingerprint, explain: Callable[[str], str] = lambda _: "") -> None:
+        """Refuses to go on with other data or settings.
+
+        Args:
+            fingerprint: of the run that wants to resume here.
+            explain: given the field of a difference, what is known about it (a list of changed files, say), or "".
+
+        Raises:
+            ResumeError: names every field that differs, with both values.
+        """
+        then, now = _flat(self.fingerprint), _flat(fingerprint)
+        fields = [field for field in sorted({*then, *now}) if then.get(field) != now.get(field)]
+        if fields:
+            lines = [f"{field}: {then.get(field)} then, {now.get(field)} now{explain(field)}" for field in fields]
+            raise ResumeError(
+                f"position at step {self.step} belongs to another run; {'; '.join(lines)}: "
+                "restore what changed, or start from step 0 under another name"
+            )
+
+    def verify(self, prefix: Prefix) -> None:
+        """Compares the re-made window with what was consumed of it.
+
+        Raises:
+            ResumeError: the window's content is not what it was.
+        """
+        now = "too few rows"
+        if self.offset <= prefix.rows:
+            again = self.base + prefix.at(self.offset)
+            if (again.digest, again.source_tokens) == (self.counts.digest, self.counts.source_tokens):
+                return
+            now = format(again.digest, "016x")
+        raise ResumeError(
+            f"window {self.window} must be made again as it was at step {self.step}; digest {self.digest} then, {now} now: "
+            "the text behind an unchanged footer, a library version or the tokenizer's behaviour changed; restore it"
+        )
+
+
+def _counts_to_json(counts: Counts, names: list[str]) -> dict[str, Any]:
+    return {
+        "tokens": counts.tokens,
+        "documents": counts.documents,
+        "skipped": counts.skipped,
+        "source_tokens": dict(zip(names, counts.source_tokens, strict=True)),
+        "digest": format(counts.digest, "016x"),
+    }
+
+
+def _counts_from_json(value: Any) -> Counts:
+    per_source = tuple(_natural(tokens) for tokens in value["source_tokens"].values())
+    digest = value["digest"]
+    if len(digest) != 16:
+        raise ValueError(f"digest {digest!r}")
+    naturals = (_natural(value[name]) for name in ("tokens", "documents", "skipped"))
+    return Counts(*naturals, per_source, int(digest, 16))
+
+
+def _cursors_from_json(value: Any) -> Cursors:
+    cursors = cursors_from_json(value)
+    for number in (cursors.window, *(n for c in cursors.sources for n in (c.epoch, c.unit, c.served))):
+        _natural(number)
+    return cursors
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a count is due")
+    return value
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {key: value}
+    return {path: leaf for name, item in value.items() for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()}

@@ -1,0 +1,99 @@
+"""A tiny corpus in memory: the core's stages on literal documents, without files, Ray or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+from ingest.lanes import Lanes, Step, steps
+from ingest.plan import Cursors, Plan, PlanSource
+from ingest.position import Position
+from ingest.slab import Slab
+from ingest.window import UnitSpec, Window, WindowSettings, WindowSpec, make_window
+
+EOS = 256
+
+
+def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes as token ids, each document followed by EOS."""
+    ids = [[*text.encode(), EOS] for text in texts]
+    return np.array([i for each in ids for i in each], np.uint16), np.array([len(each) for each in ids], np.int64)
+
+
+Corpus = Sequence[Sequence[Sequence[str | None]]]  # [source][unit][document]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A run over literal documents."""
+
+    corpus: Corpus
+    sequence_length: int = 8
+    lanes: int = 2
+    global_batch_rows: int = 2
+    seed: int = 0
+    shuffle: bool = True
+    window_tokens: int = 40
+    num_epochs: int | None = 1
+    total_tokens: int | None = None
+    weights: tuple[int, ...] | None = None
+
+    @property
+    def settings(self) -> WindowSettings:
+        columns = ("text",) * len(self.corpus)
+        return WindowSettings(columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16")
+
+    @cached_property
+    def plan(self) -> Plan:
+        sizes = [np.array([max(1, sum(len(d or "") + 1 for d in unit)) for unit in units]) for units in self.corpus]
+        weights = self.weights or tuple(int(size.sum()) for size in sizes)
+        sources = [PlanSource(f"source{i}", size, weights[i]) for i, size in enumerate(sizes)]
+        return Plan(
+            sources, seed=self.seed, shuffle=self.shuffle, window_tokens=self.window_tokens, num_epochs=self.num_epochs
+        )
+
+    @property
+    def fingerprint(self) -> dict:
+        names = {source.name: {"index": i} for i, source in enumerate(self.plan.sources)}
+        return {
+            "sources": names,
+            "packing": {"sequence_length": self.sequence_length},
+            "global_batch_rows": self.global_batch_rows,
+        }
+
+    def read(self, unit: UnitSpec, column: str) -> Iterator[pa.Array]:
+        yield pa.array(list(self.corpus[unit.source][unit.row_group]), pa.large_string())
+
+    def windows(self, cursors: Cursors | None = None) -> Iterator[Window]:
+        for planned in self.plan.windows(cursors or self.plan.start()):
+            units = tuple(UnitSpec(u.source, u.epoch, f"source{u.source}", u.index, 0, "") for u in planned.units)
+            yield make_window(WindowSpec(planned.cursors, units, planned.last), self.settings, encode, self.read)
+
+    def slabs(self, cursors: Cursors, rank: int = 0, world_size: int = 1) -> Iterator[Slab]:
+        for window in self.windows(cursors):
+            yield from (Slab.from_table(slab.to_table()) for slab in window.slabs() if slab.lane % world_size == rank)
+
+    def start(self) -> Position:
+        return Position.start(self.plan.start(), self.fingerprint)
+
+    def steps(self, start: Position | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Step]:
+        start = start or self.start()
+        lanes = Lanes(self.lanes, self.global_batch_rows, rank, world_size)
+        yield from steps(self.slabs(start.cursors, rank, world_size), start, lanes, EOS, self.total_tokens)
+
+
+def documents_of(window: Window) -> list[tuple[int, int, int, int]]:
+    """(source, epoch, unit, row) of every document that begins in the window's rows."""
+    whole = {}
+    for piece, length in zip(window.piece_document_L.tolist(), window.rows.lengths_L.tolist(), strict=True):
+        whole[piece] = whole.get(piece, 0) + length
+    documents = window.documents
+    units = window.spec.units
+    return [
+        (units[documents.unit_D[d]].source, units[documents.unit_D[d]].epoch, units[documents.unit_D[d]].row_group, int(documents.row_D[d]))
+        for d in sorted(whole)
+    ]
