@@ -1,0 +1,1 @@
+"""Runnable modules: parse, build the config, call ``ingest``, print."""

@@ -1,0 +1,148 @@
+"""A small GPT for the jobs: it shows that data arrives and that a resume is exact, not how to model language.
+
+Pre-norm blocks, rotary positions from ``position_ids``, attention within a document only, tied embeddings. The mask is
+a dense [B, 1, T, T]: attention by segment lengths has no CPU kernel. Cost of forward and backward at the default sizes
+with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of it the output layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ingest.batch import IGNORE_INDEX, Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of the model.
+
+    Args:
+        vocab_size: V; ids are 0 to V - 1.
+        sequence_length: T, the longest row.
+        num_heads: ``width`` is a multiple of twice this.
+        width: features of a token.
+        seed: of the initial weights; torch's global generator is neither read nor moved.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_layers: int = 2
+    num_heads: int = 4
+    width: int = 128
+    seed: int = 0
+
+
+class GPT(nn.Module):
+    """The model; ``forward`` takes the tensors of a ``Batch``.
+
+    Raises:
+        ValueError: the width does not divide into heads.
+    """
+
+    rotations: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.width % (2 * config.num_heads):
+            rule, near = "width must be a multiple of twice num_heads", 32 * config.num_heads
+            raise ValueError(f"{rule}; got {config.width} and {config.num_heads}: set width to {near}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.norm = nn.LayerNorm(config.width)
+            for matrix in (weights for weights in self.parameters() if weights.ndim == 2):
+                nn.init.normal_(matrix, std=0.02)
+        table = _rotations(config.sequence_length, config.width // config.num_heads)
+        self.register_buffer("rotations", table, persistent=False)
+
+    def forward(self, inputs: Tensor, positions: Tensor, documents: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits, or with labels the loss, for which only one row's logits are made at a time.
+
+        Args:
+            inputs: int64 [B, T], ``input_ids`` of a ``Batch``.
+            positions: int64 [B, T], its ``position_ids``.
+            documents: int64 [B, T], its ``document_ids``.
+            labels: int64 [B, T], its ``labels``.
+
+        Returns:
+            [B, T, V], finite at padding too; or a scalar, the summed cross-entropy in nats.
+        """
+        mask, rotations = document_mask(documents), self.rotations[positions].unsqueeze(1)
+        hidden, vocabulary = self.embedding(inputs), self.embedding.weight
+        for block in self.blocks:
+            hidden = block(hidden, rotations, mask)
+        hidden = self.norm(hidden)
+        if labels is None:
+            return functional.linear(hidden, vocabulary)
+        # A row's logits stay in the cache: with 8,192 ids the loss of 4,096 tokens takes 0.3 s instead of 0.5 s.
+        losses = [
+            functional.cross_entropy(
+                functional.linear(row, vocabulary), own, ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+            for row, own in zip(hidden, labels, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width, self.num_heads = config.width, config.num_heads
+        self.attend_norm, self.expand_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.expand = nn.Linear(width, 4 * width, bias=False)
+        self.contract = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, hidden: Tensor, rotations: Tensor, mask: Tensor) -> Tensor:
+        """One block over [B, T, width], with rotations [B, 1, T, head / 2, 2] and a mask [B, 1, T, T]."""
+        parts = self.query_key_value(self.attend_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        query, key = _rotate(query, rotations), _rotate(key, rotations)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = hidden + self.contract(functional.gelu(self.expand(self.expand_norm(hidden))))
+        return output
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Lets a token see itself and what precedes it in its document, and padding see itself, as softmax needs something.
+
+    Args:
+        document_ids: int64 [B, T], -1 at padding.
+
+    Returns:
+        bool [B, 1, T, T], True where the first place sees the second.
+    """
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    itself = torch.eye(document_ids.shape[1], dtype=torch.bool, device=document_ids.device)
+    return ((same & (document_ids >= 0).unsqueeze(2)).tril() | itself).unsqueeze(1)
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """Summed cross-entropy of a batch and the number of its labels, so that unlike ranks and micro-batches add up.
+
+    Returns:
+        A scalar in nats, 0 with gradients of 0 where all is padding; labels that are not -100.
+    """
+    loss: Tensor = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+    return loss, int((batch.labels != IGNORE_INDEX).sum())
+
+
+def _rotations(sequence_length: int, head: int) -> Tensor:
+    """Cosine and sine by position and frequency, float32 [T, head / 2, 2]. Source: arXiv 2104.09864, section 3.4.2."""
+    angles = torch.outer(torch.arange(sequence_length), 10000.0 ** (-torch.arange(0, head, 2) / head))
+    return torch.stack((angles.cos(), angles.sin()), -1)
+
+
+def _rotate(features: Tensor, rotations: Tensor) -> Tensor:
+    """Turns pairs (i, i + head / 2) of [B, heads, T, head] by each place's angle."""
+    (first, second), (cosine, sine) = features.chunk(2, -1), rotations.unbind(-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
