@@ -11,8 +11,8 @@ the flattened batch, so attention by mask and attention by segment lengths see t
 
 Cost: 2 to 3 ms of one CPU core for 131,072 tokens (64 rows of 2,048), to split it 0.1 ms a micro-batch.
 
-A segment is a piece of slab.py or the padding of a row. One letter beyond those there: M is L + B, each row's pieces and
-then its padding, which may be empty.
+A segment is a piece of slab.py or the padding of a row. One letter beyond those there: M is L + B, each row's pieces
+and then its padding, which may be empty.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.batch import Batch
@@ -160,6 +160,7 @@ def test_every_batch_equals_the_slow_definition(rows):
 
 
 @given(any_rows(), st.data())
+@settings(max_examples=40)
 def test_a_micro_batch_equals_the_batch_of_its_rows_alone(rows, data):
     num_rows = len(rows.counts_B)
     size = data.draw(st.sampled_from([n for n in range(1, num_rows + 1) if num_rows % n == 0]))
