@@ -1,0 +1,178 @@
+"""A prepared run: config, manifest and tokenizer joined into a plan, window specs and a fingerprint. No Ray, no torch.
+
+Preparing reads every footer once (or a stored manifest) and the tokenizer; everything after it is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ingest.config import IngestConfig
+from ingest.manifest import Manifest, find_manifest, load_manifest
+from ingest.parquet import read_documents
+from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
+from ingest.position import Position
+from ingest.storage import Storage
+from ingest.tokenizer import Tokenizer
+from ingest.window import UnitSpec, Window, WindowSettings, WindowSpec, make_window
+
+WEIGHT_UNIT = 1_000_000  # weights become integers of this resolution, so that the mixture is exact
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """Makes windows: the picklable part of a run that actors need."""
+
+    settings: WindowSettings
+    tokenizer: Tokenizer
+    storage: Storage
+
+    def __call__(self, spec: WindowSpec) -> Window:
+        """Makes one window.
+
+        Raises:
+            DataError, StorageError: with the file named.
+        """
+        return make_window(spec, self.settings, self.tokenizer.encode, self._read)
+
+    def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
+        expect = (unit.size_bytes, unit.footer_hash)
+        return read_documents(self.storage, unit.path, unit.row_group, column, expect)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that decides order, ready to use."""
+
+    config: IngestConfig
+    storage: Storage
+    tokenizer: Tokenizer
+    manifest: Manifest
+
+    @classmethod
+    def prepare(cls, config: IngestConfig, progress: Callable[[str], None] | None = None) -> Run:
+        """Loads the tokenizer and the manifest, which is built where there is none.
+
+        Args:
+            config: the run.
+            progress: called with one line about every two seconds while footers are read.
+
+        Raises:
+            ConfigError, StorageError, DataError: a path, a column or the tokenizer is not what the config says.
+        """
+        storage = Storage(config.storage)
+        tokenizer = Tokenizer.load(config.tokenizer, storage.read_bytes)
+        return cls(config, storage, tokenizer, load_manifest(config, storage, tokenizer.encode, progress))
+
+    @cached_property
+    def window_tokens(self) -> int:
+        """Target size of a window in estimated tokens, ``auto`` resolved."""
+        target = self.config.shuffle.window_tokens
+        if target != "auto":
+            return target
+        total = sum(int(source.unit_tokens.sum()) for source in self.manifest.sources)
+        return auto_window_tokens(total, self.config.packing.sequence_length, self.config.lanes)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The order of units."""
+        sources = []
+        for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
+            size = int(source.unit_tokens.sum())
+            weight = size if settings.weight is None else round(settings.weight * WEIGHT_UNIT)
+            sources.append(PlanSource(source.name, source.unit_tokens, weight))
+        shuffle = self.config.shuffle
+        return Plan(
+            sources,
+            seed=shuffle.seed,
+            shuffle=shuffle.enabled,
+            window_tokens=self.window_tokens,
+            num_epochs=self.config.num_epochs,
+        )
+
+    @cached_property
+    def maker(self) -> Maker:
+        """What actors need."""
+        config = self.config
+        settings = WindowSettings(
+            columns=tuple(source.text_column for source in config.sources),
+            sequence_length=config.packing.sequence_length,
+            lanes=config.lanes,
+            seed=config.shuffle.seed,
+            shuffle=config.shuffle.enabled,
+            eos_id=self.tokenizer.eos_id,
+            token_dtype=str(self.tokenizer.token_dtype),
+        )
+        return Maker(settings, self.tokenizer, self.storage)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides order and content, as nested plain values; see ``position.py``."""
+        config = self.config
+        sources = {
+            source.name: {
+                "index": index,
+                "data": source.hash,
+                "files": len(source.files),
+                "rows": int(source.unit_rows.sum()),
+                "tokens_per_mib": source.tokens_per_mib,
+                "text_column": settings.text_column,
+                "weight": settings.weight,
+            }
+            for index, (source, settings) in enumerate(zip(self.manifest.sources, config.sources, strict=True))
+        }
+        return {
+            "plan": PLAN_VERSION,
+            "manifest": self.manifest.hash,
+            "sources": sources,
+            "tokenizer": {"sha256": self.tokenizer.sha256, "eos_token": config.tokenizer.eos_token},
+            "packing": {"sequence_length": config.packing.sequence_length, "strategy": config.packing.strategy},
+            "shuffle": {
+                "seed": config.shuffle.seed,
+                "enabled": config.shuffle.enabled,
+                "window_tokens": self.window_tokens,
+            },
+            "lanes": config.lanes,
+            "global_batch_rows": config.global_batch_rows,
+            # With several sources the end of one changes the mix of the others.
+            "epochs": config.num_epochs if len(config.sources) > 1 else "any",
+        }
+
+    def start(self) -> Position:
+        """The position before the first step."""
+        return Position.start(self.plan.start(), self.fingerprint)
+
+    def require(self, position: Position) -> None:
+        """Refuses a position of other data or settings.
+
+        Raises:
+            ResumeError: lists every field that differs, and for data the files.
+        """
+        position.require(self.fingerprint, self._explain(position))
+
+    def specs(self, cursors: Cursors) -> Iterator[WindowSpec]:
+        """What actors need for each window from ``cursors`` on."""
+        return map(self.spec, self.plan.windows(cursors))
+
+    def spec(self, window: WindowPlan) -> WindowSpec:
+        """What an actor needs for one window."""
+        units = []
+        for unit in window.units:
+            info = self.manifest.sources[unit.source].unit(unit.index)
+            units.append(
+                UnitSpec(unit.source, unit.epoch, info.path, info.row_group, info.size_bytes, info.footer_hash)
+            )
+        return WindowSpec(window.cursors, tuple(units), window.last)
+
+    def _explain(self, position: Position) -> Callable[[str], str]:
+        """For the field ``manifest``: the files that differ, as far as the manifest of then is still known."""
+
+        def explain(field: str) -> str:
+            then = find_manifest(str(position.fingerprint.get("manifest"))) if field == "manifest" else None
+            lines = then.diff(self.manifest) if then else []
+            return f" ({', '.join(lines)})" if lines else ""
+
+        return explain
