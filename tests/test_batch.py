@@ -155,12 +155,13 @@ def test_writing_into_the_tensors_leaves_writable_rows_as_they_are():
 
 
 @given(any_rows())
+@settings(deadline=None)
 def test_every_batch_equals_the_slow_definition(rows):
     assert lists(Batch.from_rows(rows, position=None)) == slow_reference(rows)
 
 
 @given(any_rows(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_micro_batch_equals_the_batch_of_its_rows_alone(rows, data):
     num_rows = len(rows.counts_B)
     size = data.draw(st.sampled_from([n for n in range(1, num_rows + 1) if num_rows % n == 0]))
