@@ -1,7 +1,7 @@
 """What may be tried again, and how often: bounded exponential backoff around every action on a store.
 
 Guarantee: an action runs at most ``max_attempts`` times, and only a transient error earns it another try; each further
-try is logged as a warning. Cost: with 5 attempts a store that never answers is given up after 4 to 8 seconds of pauses.
+try is logged as a warning. Cost: with 5 attempts a store that never answers is given up after 4 to 9 seconds of pauses.
 
 Arrow reports what a store says as an OSError whose errno is mostly None, so its text has to be read. Rejected: trying
 every error again, which hides a wrong path or a damaged file behind a wait.
@@ -23,7 +23,7 @@ from ingest.errors import StorageError
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_FIRST_PAUSE_S, _PAUSE_GROWTH, _LONGEST_PAUSE_S = 0.1, 4, 8.0
 
 _TRANSIENT_ERRNOS = frozenset({
     errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH,
@@ -63,7 +63,7 @@ def from_store(error: OSError) -> bool:
 def retrying(
     action: Callable[[], T], what: str, config: StorageConfig, sleep: Callable[[float], object] = time.sleep
 ) -> T:
-    """Runs an action again while it fails with a transient OSError, pausing 0.5 s, 1 s, 2 s, ... 8 s, less up to half.
+    """Runs an action again while it fails with a transient OSError, after 0.1, 0.4, 1.6, 6.4, 8 s, less up to half.
 
     Args:
         action: must be safe to repeat.
@@ -81,7 +81,7 @@ def retrying(
             tries = "" if attempt == 1 else f" after {attempt} tries"
             if classify(error) == "permanent" or attempt == config.max_attempts:
                 raise StorageError(f"{what} failed{tries}; {one_line(error)}: {_next_step(error)}") from error
-            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_GROWTH ** (attempt - 1))
             pause_s = longest_s * random.SystemRandom().uniform(0.5, 1.0)
             _LOG.warning(
                 "%s: try %d of %d in %.1f s; %s", what, attempt + 1, config.max_attempts, pause_s, one_line(error)
