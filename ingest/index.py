@@ -1,0 +1,153 @@
+"""Reads the footers of one source and samples its first documents: files in, ``SourceManifest`` out.
+
+Cost: one request a file, 32 at a time; 3,000 small local files take 0.4 s on two cores. The sample takes at
+most 256 KiB of text from each of 8 files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ingest.config import SourceConfig
+from ingest.errors import DataError
+from ingest.parquet import read_documents, read_footer, text_column
+from ingest.source import FileEntry, SourceManifest
+from ingest.storage import FileInfo, Storage
+
+Encode = Callable[[list[str]], tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+_PROGRESS_S = 2.0
+_SAMPLE_FILES, _SAMPLE_DOCUMENTS, _SAMPLE_BYTES = 8, 64, 256 << 10
+_SAMPLE_REQUEST_BYTES = 1 << 20
+_TOKENS_PER_MIB_WITHOUT_TEXT = (1 << 20) // 4
+
+
+class Ticker:
+    """Says how many files are indexed, at most every 2 s, and once at the end."""
+
+    def __init__(self, say: Progress, num_files: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._num_files, self._clock = say, num_files, clock
+        self._count, self._next_s = 0, clock() + _PROGRESS_S
+
+    def count(self, items: Iterable[T]) -> Iterator[T]:
+        """Passes items on and counts them."""
+        for item in items:
+            self._count += 1
+            if self._clock() >= self._next_s and self._count < self._num_files:
+                self._line()
+            yield item
+
+    def end(self) -> None:
+        """Says the last line."""
+        self._line()
+
+    def _line(self) -> None:
+        self._say(f"indexed {self._count} of {self._num_files} files")
+        self._next_s = self._clock() + _PROGRESS_S
+
+
+class _Indexed(NamedTuple):
+    entry: FileEntry
+    row_groups: list[int]
+    rows: list[int]
+    text_bytes: list[int]
+
+
+def index_source(
+    source: SourceConfig, files: list[FileInfo], storage: Storage, encode: Encode, pool: Executor, ticker: Ticker
+) -> SourceManifest:
+    """Indexes one source.
+
+    Args:
+        source: name and text column.
+        files: in the order of the manifest.
+        storage: opens them.
+        encode: texts to (flat token ids, tokens of each text).
+        pool: runs the reads; its threads bound the requests at a time.
+        ticker: counts files.
+
+    Raises:
+        DataError: a file is not Parquet, damaged, or has no such text column; there are no rows.
+        StorageError: a file cannot be read.
+    """
+    column = source.text_column
+    indexed = list(ticker.count(pool.map(lambda file: _index(storage, file, column), files)))
+    full = [item for item in indexed if item.rows]
+    if not full:
+        raise DataError(f"source {source.name} must hold rows; its {len(files)} files hold none: check its path")
+    spread = (
+        full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
+    )
+    samples = list(pool.map(lambda item: _sample(storage, item, column), spread))
+    tokens_per_mib = _tokens_per_mib(samples, encode)
+    warnings = []
+    if len(full) < len(files):
+        warnings.append(f"source {source.name}: {len(files) - len(full)} of {len(files)} files hold no rows")
+    if tokens_per_mib is None:
+        warnings.append(
+            f"source {source.name}: no text in the first documents of {len(spread)} files; sizes are guesses"
+        )
+    return SourceManifest(
+        name=source.name,
+        files=tuple(item.entry for item in indexed),
+        unit_file=np.repeat(np.arange(len(indexed)), [len(item.rows) for item in indexed]).astype(np.int32),
+        unit_row_group=np.array([value for item in indexed for value in item.row_groups], np.int32),
+        unit_rows=np.array([value for item in indexed for value in item.rows], np.int64),
+        unit_text_bytes=np.array([value for item in indexed for value in item.text_bytes], np.int64),
+        tokens_per_mib=tokens_per_mib or _TOKENS_PER_MIB_WITHOUT_TEXT,
+        warnings=tuple(warnings),
+    )
+
+
+def _index(storage: Storage, file: FileInfo, column: str) -> _Indexed:
+    footer = read_footer(storage, file.path)
+    index = text_column(footer.metadata, column, file.path)
+    entry = FileEntry(file.path, footer.size_bytes, footer.hash, file.version)
+    groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
+    full = [(number, group) for number, group in groups if group.num_rows]
+    return _Indexed(
+        entry,
+        [number for number, _ in full],
+        [group.num_rows for _, group in full],
+        [group.column(index).total_uncompressed_size for _, group in full],
+    )
+
+
+def _sample(storage: Storage, item: _Indexed, column: str) -> list[str]:
+    """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
+    texts: list[str] = []
+    left = _SAMPLE_BYTES
+    arrays = read_documents(
+        storage,
+        item.entry.path,
+        item.row_groups[0],
+        column,
+        item.entry.content,
+        batch_rows=16,
+        request_bytes=_SAMPLE_REQUEST_BYTES,
+    )
+    for array in arrays:
+        for text in array.drop_null().to_pylist():
+            data = text.encode()[:left]
+            texts.append(data.decode(errors="ignore"))
+            left -= len(data)
+            if not left or len(texts) == _SAMPLE_DOCUMENTS:
+                return texts
+    return texts
+
+
+def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:
+    """Tokens in a MiB of sampled text, rounded, at least 1; None where there is no text."""
+    num_bytes = sum(len(text.encode()) for texts in samples for text in texts)
+    if not num_bytes:
+        return None
+    num_tokens = sum(len(encode(texts)[0]) for texts in samples if texts)
+    return max(1, ((num_tokens << 20) + num_bytes // 2) // num_bytes)
