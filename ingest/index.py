@@ -90,7 +90,7 @@ def index_source(
     tokens_per_mib = _tokens_per_mib(samples, encode)
     warnings = []
     if len(full) < len(files):
-        warnings.append(f"source {source.name}: {len(files) - len(full)} of {len(files)} files hold no rows")
+        warnings.append(f"{len(files) - len(full)} of {len(files)} files hold no rows")
     if tokens_per_mib is None:
         warnings.append(
             f"source {source.name}: no text in the first documents of {len(spread)} files; sizes are guesses"

@@ -70,7 +70,7 @@ def test_units_are_the_row_groups_with_rows_in_order_of_paths(tmp_path):
     assert source.unit_rows.tolist() == [1, 2, 1]
     assert [array.dtype for array in (source.unit_file, source.unit_row_group)] == [np.int32, np.int32]
     assert [array.dtype for array in (source.unit_rows, source.unit_text_bytes)] == [np.int64, np.int64]
-    assert source.warnings == ("source s0: 1 of 3 files hold no rows",)
+    assert source.warnings == ("1 of 3 files hold no rows",)
     assert source.unit(2) == UnitInfo(*source.files[1][:3], row_group=1, rows=1)
 
 
@@ -143,7 +143,7 @@ def test_a_source_of_nulls_is_told_apart_and_gets_a_guess(tmp_path):
     write(tmp_path / "d/a.parquet", [None, None])
     (source,) = build(tmp_path / "d").sources
     assert source.tokens_per_mib == 1 << 18
-    assert source.warnings == ("source s0: no text in the first documents of 1 files; sizes are guesses",)
+    assert source.warnings == ("no text in the first documents of 1 files; sizes are guesses",)
 
 
 def test_the_same_files_elsewhere_have_the_same_hash(tmp_path):

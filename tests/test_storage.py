@@ -13,12 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from ingest.config import StorageConfig
+from ingest.config import IngestConfig, SourceConfig, StorageConfig, TokenizerConfig
 from ingest.errors import ConfigError, DataError, StorageError
 from ingest.glob import glob_regex
+from ingest.manifest import build_manifest
+from ingest.parquet import read_documents
 from ingest.storage import FileInfo, Storage, classify, from_store, retrying
 
 ODD_NAMES = ["a b", "100%", "x%20y", "#hash", "ünï 数", "a+b", "[a]", "what?"]
@@ -347,6 +352,29 @@ def test_s3_lists_directories_and_globs_like_local_ones(s3):
     assert names("s3://data/tree/*.parquet") == ["a.parquet"]
     assert names("s3://data/tree/**/*.parquet") == ["a.parquet", "d/e/c.parquet"]
     assert names("s3://data/tr*/[d-f]") == ["d/b.PARQUET", "d/e/c.parquet"]
+
+
+@pytest.mark.s3
+def test_an_s3_source_has_the_hash_and_the_documents_of_its_local_copy(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("INGEST_CACHE", str(tmp_path / "cache"))
+    texts = [f"{index} ünï" * 50 for index in range(1000)]
+    pq.write_table(pa.table({"id": range(1000), "text": texts}), tmp_path / "a b.parquet", row_group_size=300)
+    s3.write_bytes("s3://data/corpus/a b.parquet", (tmp_path / "a b.parquet").read_bytes())
+
+    def encode(texts):
+        return np.zeros(len(texts), np.int32), np.ones(len(texts), np.int64)
+
+    def index(path):
+        sources = (SourceConfig(name="web", path=path),)
+        return build_manifest(IngestConfig(sources=sources, tokenizer=TokenizerConfig(path="t.json")), s3, encode)
+
+    remote = index("s3://data/corpus/*.parquet")
+    assert remote.hash == index(str(tmp_path / "a b.parquet")).hash
+    unit = remote.sources[0].unit(3)
+    for request_bytes in (None, 4096):
+        expect = (unit.size_bytes, unit.footer_hash)
+        arrays = read_documents(s3, unit.path, unit.row_group, "text", expect, request_bytes=request_bytes)
+        assert [text for array in arrays for text in array.to_pylist()] == texts[900:]
 
 
 @pytest.mark.s3
