@@ -42,16 +42,17 @@ LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
 
 
-def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
+def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0, *, log_to_driver: bool = False) -> None:
     """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
 
     Args:
         config: its ``resources`` say what tokenization needs.
         extra_cpus: logical CPUs that others need at the same time (trainers).
+        log_to_driver: whether what actors and workers print appears here.
     """
     if ray.is_initialized():
         return
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     with contextlib.suppress(ConnectionError):
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
         return
