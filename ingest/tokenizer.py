@@ -5,8 +5,12 @@ templates off and with text that looks like a special token left as text, so tha
 document. One end-of-document id follows every document. A pickled ``Tokenizer`` carries the file's bytes and nothing
 that a process has built from them; each process builds its encoder at the first use, once.
 
+Two backends give these ids: the library itself, and tiktoken, which is 4 to 5 times faster, where ``bpe`` proves that
+both agree. The proof is made at loading and travels with the pickle; a process with other versions of the libraries
+makes it again. One document in 256 is encoded with both, and a difference is an error.
+
 Cost: ``encode`` adds under 3 % to a bare ``encode_batch_fast`` loop. Its memory beyond the result is that of
-``_CHUNK_CHARS`` of text, about 100 bytes a token.
+``_CHUNK_CHARS`` of text, about 100 bytes a token. The audit takes about 2 % of the time of the fast backend.
 
 Encoding is single-threaded, because the pipeline runs one tokenizer an actor and scales by actors: the environment
 variable ``TOKENIZERS_PARALLELISM`` is set to ``false`` in a process that encodes, unless it is set already.
@@ -24,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from ingest import bpe
 from ingest.config import TokenizerConfig
 from ingest.errors import ConfigError, DataError
 
@@ -58,16 +63,19 @@ class Tokenizer:
     def __init__(self, config: TokenizerConfig, content: bytes) -> None:
         self._config = config
         self._content = content
-        self._reference: Any = None
+        self._refusal = "tokenizer.backend asks for it" if config.backend == "tokenizers" else ""
+        self._proven = ""  # versions for which both backends are known to agree
+        self._forget()
         self.sha256 = hashlib.sha256(content).hexdigest()
-        vocabulary = self._build_reference().get_vocab(with_added_tokens=True)
+        vocabulary = self._reference().get_vocab(with_added_tokens=True)
         self.eos_id = _eos_id(config, content, vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
         self.token_dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 65536 else np.uint32)
+        self._fast()
 
     @classmethod
     def load(cls, config: TokenizerConfig, read_bytes: Callable[[str], bytes]) -> Tokenizer:
-        """Reads and checks a ``tokenizer.json``.
+        """Reads and checks a ``tokenizer.json``, and decides on the backend.
 
         Args:
             config: which file, which end-of-document token, which backend.
@@ -75,14 +83,40 @@ class Tokenizer:
 
         Raises:
             StorageError: ``read_bytes`` cannot read the file.
-            ConfigError: the file is not a tokenizer, or ``eos_token`` is not in its vocabulary.
+            ConfigError: the file is not a tokenizer, ``eos_token`` is not in its vocabulary, or the backend is
+                ``tiktoken`` and is not installed or not proven to give the same ids.
         """
         return cls(config, read_bytes(config.path))
 
     @property
     def backend_name(self) -> str:
         """``tokenizers`` or ``tiktoken``: what encodes in this process."""
-        return "tokenizers"
+        return "tokenizers" if self._fast() is None else "tiktoken"
+
+    @property
+    def backend_reason(self) -> str:
+        """Why that backend, for a person to read; the caller says it once."""
+        return "gives the same ids and is faster" if self._fast() is not None else self._refusal
+
+    def verify(self, texts: list[str]) -> None:
+        """Compares both backends on the user's own text; on a difference ``auto`` falls back to the reference.
+
+        Args:
+            texts: the first documents of the data.
+
+        Raises:
+            ConfigError: the ids of a text differ and the backend is ``tiktoken``.
+            DocumentError: a text is no valid Unicode.
+        """
+        fast = self._fast()
+        if fast is None:
+            return
+        try:
+            difference = bpe.text_difference(fast, self._reference(), texts)
+        except TypeError:
+            raise _first_invalid(texts) from None
+        if difference:
+            self._refuse(difference)
 
     def encode(self, texts: list[str]) -> tuple[TokenArray, TokenArray]:
         """Tokenizes documents.
@@ -95,10 +129,11 @@ class Tokenizer:
             int64, ``eos_id`` included.
 
         Raises:
-            DocumentError: a text is not a string, or no valid Unicode (it holds a lone surrogate).
+            DocumentError: a text is not a string, or no valid Unicode (it holds a lone surrogate); or the audit found
+                that the fast backend gives other ids than the reference.
         """
         try:
-            documents = [ids for chunk in _chunks(texts) for ids in self._encode_reference(texts[chunk])]
+            documents = self._encode_documents(texts)
         except TypeError:
             raise _first_invalid(texts) from None
         lengths = np.fromiter((len(ids) + 1 for ids in documents), dtype=np.int64, count=len(documents))
@@ -111,19 +146,99 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | TokenArray) -> str:
         """The text of ids, special tokens included."""
-        return str(self._build_reference().decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False))
+        return str(self._reference().decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reference": None}
+        kept = ("_config", "_content", "_refusal", "_proven", "sha256", "eos_id", "vocab_size", "token_dtype")
+        return {name: self.__dict__[name] for name in kept}
 
-    def _build_reference(self) -> Any:
-        if self._reference is None:
-            self._reference = build_reference(self._content, self._config.path)
-        return self._reference
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._built_reference: Any = None
+        self._built_fast: bpe.FastEncoder | None = None
+        self._audit = Audit(self._encode_reference)
+
+    def _reference(self) -> Any:
+        if self._built_reference is None:
+            self._built_reference = build_reference(self._content, self._config.path)
+        return self._built_reference
+
+    def _fast(self) -> bpe.FastEncoder | None:
+        if self._refusal or self._built_fast is not None:
+            return self._built_fast
+        try:
+            fast = bpe.map_tokenizer(self._content, self._reference())
+            self._prove(fast)
+        except bpe.UnmappableError as error:
+            self._refuse(str(error))
+        else:
+            self._built_fast = fast
+        return self._built_fast
+
+    def _prove(self, fast: bpe.FastEncoder) -> None:
+        versions = bpe.versions()
+        if self._proven != versions:
+            difference = bpe.find_difference(fast, self._reference(), _special_tokens(self._content))
+            if difference:
+                raise bpe.UnmappableError(difference)
+            self._proven = versions
+
+    def _refuse(self, reason: str) -> None:
+        if self._config.backend == "tiktoken":
+            rule = f"tokenizer.backend tiktoken must give the ids of {self._config.path}"
+            raise ConfigError(f"{rule}; {reason}: set tokenizer.backend to auto or tokenizers")
+        self._refusal, self._built_fast = reason, None
+
+    def _encode_documents(self, texts: list[str]) -> list[TokenArray]:
+        fast = self._fast()
+        if fast is None:
+            return [ids for chunk in _chunks(texts) for ids in self._encode_reference(texts[chunk])]
+        documents = [
+            self._encode_reference([text])[0] if ids is None else ids
+            for text, ids in zip(texts, fast.encode(texts), strict=True)
+        ]
+        self._audit.check(texts, documents)
+        return documents
 
     def _encode_reference(self, texts: list[str]) -> list[TokenArray]:
-        encodings = self._build_reference().encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._reference().encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encodings]
+
+
+class Audit:
+    """Encodes one document in ``every`` again, with the reference, and refuses to go on when the ids differ.
+
+    Args:
+        encode: the reference, one array of ids a text.
+        every: documents from one audit to the next, counted over all calls.
+        max_chars: a longer document is passed over, and the next one that is not is taken.
+    """
+
+    def __init__(
+        self, encode: Callable[[list[str]], list[TokenArray]], *, every: int = 256, max_chars: int = 1 << 16
+    ) -> None:
+        self._encode = encode
+        self._every = every
+        self._max_chars = max_chars
+        self._since = 0
+
+    def check(self, texts: list[str], documents: list[TokenArray]) -> None:
+        """Audits what is due among these documents.
+
+        Raises:
+            DocumentError: the ids of a document are not those of the reference.
+        """
+        for index, text in enumerate(texts):
+            self._since += 1
+            if self._since < self._every or len(text) > self._max_chars:
+                continue
+            self._since = 0
+            if not np.array_equal(self._encode([text])[0], documents[index]):
+                rule = "tiktoken must give the ids of tokenizers; they differ for a document"
+                raise DocumentError(f"{rule} of {len(text)} characters: set tokenizer.backend to tokenizers", index)
 
 
 def build_reference(content: bytes, path: str) -> Any:
@@ -149,12 +264,16 @@ def build_reference(content: bytes, path: str) -> Any:
 def _eos_id(config: TokenizerConfig, content: bytes, vocabulary: dict[str, int]) -> int:
     if config.eos_token in vocabulary:
         return vocabulary[config.eos_token]
-    special = [token["content"] for token in json.loads(content).get("added_tokens", []) if token.get("special")]
+    special = _special_tokens(content)
     step = f"set tokenizer.eos_token to one of its special tokens, such as {', '.join(special[:8])}"
     if not special:
         step = "set tokenizer.eos_token to a token that it has; it has no special tokens"
     rule = f"tokenizer.eos_token must be in the vocabulary of {config.path}"
     raise ConfigError(f"{rule}; got {config.eos_token!r}: {step}")
+
+
+def _special_tokens(content: bytes) -> list[str]:
+    return [token["content"] for token in json.loads(content).get("added_tokens", []) if token.get("special")]
 
 
 def _chunks(texts: list[str]) -> Iterator[slice]:

@@ -3,14 +3,28 @@ import os
 import pickle
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ingest import bpe
 from ingest.config import TokenizerConfig
 from ingest.errors import ConfigError, DataError
-from ingest.tokenizer import DocumentError, Tokenizer
+from ingest.tokenizer import Audit, DocumentError, Tokenizer, build_reference
 
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_AFTER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_AFTER}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_AFTER}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = ["the cat sat on the mat", "the hat that the cat had", "<|endoftext|> is only text here", "x = [1, 2]\n" * 9]
 
 
@@ -75,7 +89,7 @@ def test_ids_are_those_of_the_library_in_order_over_many_chunks(load, tokenizer_
     library = tokenizers.Tokenizer.from_str(tokenizer_bytes.decode())
     library.no_truncation()
     library.no_padding()
-    texts = ["the cat " * 4_000, "", "é日本\r\n\t🙂", "sat " * 262_200, "mat"]
+    texts = ["the cat", "", "é日本\r\n\t🙂", "sat " * 262_200, "mat"]
     flat, lengths = load().encode(texts)
     parts = np.split(flat, np.cumsum(lengths)[:-1])
     assert [part.tolist() for part in parts] == [[*library.encode(text).ids, 0] for text in texts]
@@ -127,7 +141,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(load, content):
 
 def test_a_lone_surrogate_is_a_data_error_that_says_which_document(load):
     with pytest.raises(DataError, match="at character 1: repair or drop it") as caught:
-        load().encode(["a", "x " * 600_000, "a\ud800b", "c"])
+        load().encode(["a", "b", "a\ud800b", "c"])
     assert isinstance(caught.value, DocumentError)
     assert caught.value.index == 2
 
@@ -147,3 +161,205 @@ def test_importing_the_module_imports_no_tokenizer_library():
 def test_the_parallelism_variable_is_set_only_where_it_is_unset(load):
     load()
     assert os.environ["TOKENIZERS_PARALLELISM"] in ("false", "true")
+
+
+# The fast backend.
+
+
+def split(regex):
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [cut, byte_level]}
+
+
+@pytest.fixture
+def changed(tokenizer_bytes):
+    def _changed(change):
+        settings = json.loads(tokenizer_bytes)
+        change(settings)
+        return json.dumps(settings).encode()
+
+    return _changed
+
+
+def add_token(settings, **flags):
+    token = {**settings["added_tokens"][0], "id": 298, "content": "<tool>", "special": False, **flags}
+    settings["added_tokens"].append(token)
+
+
+def add_vocab(settings, token, *pairs, ignore_merges=False):
+    settings["model"]["vocab"][token] = 298
+    settings["model"]["merges"] += pairs
+    settings["model"]["ignore_merges"] = ignore_merges
+
+
+@pytest.fixture(scope="session")
+def fast(tokenizer_bytes):
+    return Tokenizer.load(TokenizerConfig(path="t.json", backend="auto"), lambda _: tokenizer_bytes)
+
+
+def test_auto_takes_the_fast_backend_and_gives_the_ids_of_the_reference(fast, load):
+    assert (fast.backend_name, fast.backend_reason) == ("tiktoken", "gives the same ids and is faster")
+    texts = [*TEXTS, "", "é日本\r\n\t🙂 e\u0301", "<|pad|><|endoftext|>", "x" * 3000]
+    for mine, other in zip(fast.encode(texts), load().encode(texts), strict=True):
+        assert mine.tolist() == other.tolist()
+        assert mine.dtype == other.dtype
+
+
+def test_the_reference_is_used_where_it_is_asked_for(load):
+    assert (load().backend_name, load().backend_reason) == ("tokenizers", "tokenizer.backend asks for it")
+
+
+def test_a_pickled_tokenizer_keeps_its_backend_and_not_its_encoder(fast, tokenizer_bytes):
+    pickled = pickle.dumps(fast)
+    assert len(pickled) < len(tokenizer_bytes) + 2000
+    copy = pickle.loads(pickled)
+    assert copy.backend_name == "tiktoken"
+    assert copy.encode(["the cat"])[0].tolist() == fast.encode(["the cat"])[0].tolist()
+
+
+def test_a_run_too_long_for_the_regex_of_tiktoken_is_left_to_the_reference(fast, load):
+    texts = ["the", "x" + " " * 1_100_000 + "y"]
+    assert np.array_equal(fast.encode(texts)[0], load().encode(texts)[0])
+
+
+def test_the_fast_backend_says_which_document_holds_a_lone_surrogate(fast):
+    with pytest.raises(DocumentError, match="at character 1: repair or drop it") as caught:
+        fast.encode(["a", "b", "a\ud800b"])
+    assert caught.value.index == 2
+
+
+def test_a_document_with_an_added_token_is_left_to_the_reference(changed):
+    content = changed(add_token)
+    reference = build_reference(content, "t.json")
+    mapped = bpe.map_tokenizer(content, reference)
+    plain, holding = mapped.encode(["a<tool", "a<tool>b"])
+    assert plain.tolist() == reference.encode("a<tool").ids
+    assert holding is None
+    assert 298 in reference.encode("a<tool>b").ids
+
+
+def test_text_is_normalized_by_the_code_of_the_reference(changed):
+    content = changed(lambda settings: settings.update(normalizer={"type": "NFC"}))
+    reference = build_reference(content, "t.json")
+    mapped = bpe.map_tokenizer(content, reference)
+    texts = ["e\u0301", "é", "\u212a", "e\u0301<|pad|>"]
+    assert [ids.tolist() for ids in mapped.encode(texts)] == [reference.encode(text).ids for text in texts]
+    assert mapped.encode(["e\u0301"])[0].tolist() == mapped.encode(["é"])[0].tolist()
+
+
+def test_a_token_that_no_merge_makes_is_never_made(changed):
+    content = changed(lambda settings: add_vocab(settings, "qzq"))
+    reference = build_reference(content, "t.json")
+    assert bpe.map_tokenizer(content, reference).encode(["qzq"])[0].tolist() == reference.encode("qzq").ids
+    assert len(reference.encode("qzq").ids) == 3
+
+
+def test_a_whole_piece_that_no_merge_makes_is_its_token_with_ignore_merges(changed):
+    content = changed(lambda settings: add_vocab(settings, "qzq", ignore_merges=True))
+    reference = build_reference(content, "t.json")
+    mapped = bpe.map_tokenizer(content, reference)
+    assert mapped.encode(["qzq"])[0].tolist() == reference.encode("qzq").ids == [298]
+    assert mapped.encode(["qzqz"])[0].tolist() == reference.encode("qzqz").ids
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda s: s.update(normalizer={"type": "NFKC"}), "the normalizer is NFKC, not NFC or none"),
+        (lambda s: s.update(pre_tokenizer=None), "the pre-tokenizer is none, not ByteLevel or Split+ByteLevel"),
+        (lambda s: s.update(pre_tokenizer={"type": "Whitespace"}), "the pre-tokenizer is Whitespace, not"),
+        (lambda s: s["pre_tokenizer"].update(add_prefix_space=True), "puts a space before each document"),
+        (lambda s: s["pre_tokenizer"].update(use_regex=False), "splits twice, or not at all"),
+        (lambda s: s.update(pre_tokenizer=split(r"\p{N}{1,3}+|\s+")), "may read differently"),
+        (lambda s: s.update(pre_tokenizer=split(r"[a-z]+|[^a-z]+")), "may read differently"),
+        (lambda s: s["model"].update(dropout=0.1), "the model sets dropout"),
+        (lambda s: s["model"].update(byte_fallback=True), "the model sets byte_fallback"),
+        (lambda s: s["model"]["merges"].reverse(), "the merges are not in the order of their ids"),
+        (lambda s: add_token(s, content="  "), "is white space, so most documents hold it"),
+        (lambda s: add_vocab(s, "sq", ignore_merges=True), "is not made by the merges of its own bytes"),
+        (lambda s: add_vocab(s, "日", ignore_merges=True), "'日', which stands for no byte"),
+    ],
+)
+def test_what_is_not_understood_is_left_to_the_reference_with_a_reason(load, changed, change, reason):
+    content = changed(change)
+    tokenizer = load(content, backend="auto")
+    assert tokenizer.backend_name == "tokenizers"
+    assert reason in tokenizer.backend_reason
+    with pytest.raises(ConfigError, match=r"^tokenizer.backend tiktoken must give the ids of some/tokenizer.json; "):
+        load(content, backend="tiktoken")
+
+
+def test_a_vocabulary_without_every_byte_is_left_to_the_reference(load, changed):
+    tokenizer = load(changed(lambda settings: settings["model"]["vocab"].pop("ÿ")), backend="auto")
+    assert tokenizer.backend_reason == "a byte is missing from the vocabulary"
+
+
+def test_a_regex_that_leaves_text_out_is_found_by_the_probes(load, changed):
+    tokenizer = load(changed(lambda settings: settings.update(pre_tokenizer=split(r"\p{L}+|\s+"))), backend="auto")
+    assert tokenizer.backend_name == "tokenizers"
+    assert tokenizer.backend_reason.startswith("the ids of 'def f(x)")
+
+
+def test_the_first_text_with_other_ids_is_named(changed, tokenizer_bytes):
+    mapped = bpe.map_tokenizer(tokenizer_bytes, build_reference(tokenizer_bytes, "t.json"))
+    other = build_reference(changed(lambda settings: settings["model"]["merges"].pop()), "t.json")
+    assert bpe.text_difference(mapped, other, ["a", "the cat"]) is None
+    assert bpe.text_difference(mapped, other, ["a", "only here"]) == "the ids of 'only here' differ"
+
+
+def test_verifying_equal_text_keeps_the_fast_backend(fast):
+    fast.verify([*TEXTS, "é🙂"])
+    assert fast.backend_name == "tiktoken"
+    with pytest.raises(DocumentError, match="document must be a string"):
+        fast.verify(["a", None])
+
+
+def test_the_audit_checks_one_document_in_so_many_over_all_calls():
+    asked = []
+
+    def reference(texts):
+        asked.extend(texts)
+        return [np.array([len(text)]) for text in texts]
+
+    audit = Audit(reference, every=3, max_chars=4)
+    for texts in (["a", "bb"], ["ccccc", "dddd", "e"], ["f", "g", "h"]):
+        audit.check(texts, [np.array([len(text)]) for text in texts])
+    assert asked == ["dddd", "g"]
+
+
+def test_the_audit_refuses_other_ids_and_says_which_document():
+    audit = Audit(lambda texts: [np.array([1, 2]) for _ in texts], every=2)
+    with pytest.raises(DocumentError, match="differ for a document of 2 characters: set") as caught:
+        audit.check(["a", "bb", "c"], [np.array([1, 2]), np.array([1, 3]), np.array([1])])
+    assert caught.value.index == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regex", [None, LLAMA3, QWEN2, O200K], ids=["gpt2", "llama3", "qwen2", "o200k"])
+def test_no_document_of_the_standard_library_differs(sources, regex):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
+    if regex:
+        cut = pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
+        built.pre_tokenizer = pre_tokenizers.Sequence([cut, built.pre_tokenizer])
+    built.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    built.train_from_iterator(sources[::4], trainer)
+    content = built.to_str().encode()
+    mine = Tokenizer.load(TokenizerConfig(path="t.json", backend="tiktoken"), lambda _: content)
+    other = Tokenizer.load(TokenizerConfig(path="t.json", backend="tokenizers"), lambda _: content)
+    assert all(np.array_equal(mine.encode([text])[0], other.encode([text])[0]) for text in sources)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [file.read_bytes().decode("utf-8", "replace") for file in files]
