@@ -92,9 +92,7 @@ def index_source(
     if len(full) < len(files):
         warnings.append(f"{len(files) - len(full)} of {len(files)} files hold no rows")
     if tokens_per_mib is None:
-        warnings.append(
-            f"source {source.name}: no text in the first documents of {len(spread)} files; sizes are guesses"
-        )
+        warnings.append(f"no text in the first documents of {len(spread)} files; sizes are guesses")
     return SourceManifest(
         name=source.name,
         files=tuple(item.entry for item in indexed),
