@@ -13,8 +13,9 @@ libraries, and every pair of tokens that makes it must be in the list. The regex
 fancy-regex): only syntax that both read alike is taken, and character classes are compared code point by code point.
 
 Cost: 4 to 5 times the tokens/s of the reference on one core. Mapping and comparing take about 1 s with 8 k ids and
-GPT-2's regex, 2 s with 32 k and Llama 3's. A piece of any length takes under 0.4 us a byte. A run of a million spaces overflows tiktoken's regex stack,
-which it reports, and the document goes to the reference; versions that took quadratic time or panicked are refused.
+GPT-2's regex, 2 s with 32 k and Llama 3's. A piece of any length takes under 0.4 us a byte. A run of a million spaces
+overflows tiktoken's regex stack, which it reports, and the document goes to the reference. Versions before the oldest
+one that was tested on such pieces are refused.
 
 Rejected: tokie, faster still, which differed in 0.1-0.4 % of documents; and threads: the pipeline scales by
 actors.
