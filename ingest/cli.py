@@ -1,7 +1,7 @@
-"""The ``ingest`` command: parse, call the library, print. Figures go to standard output, everything else to standard error.
+"""The ``ingest`` command: parse, call the library, print.
 
-Exit codes: 0 done, 1 failed, 2 the input is at fault (a setting, a path, a file, a position). An error is one line;
-``--traceback`` shows where it came from.
+Figures go to standard output, everything else to standard error. Exit codes: 0 done, 1 failed, 2 the input is at fault
+(a setting, a path, a file, a position). An error is one line; ``--traceback`` shows where it came from.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         if config:
             sub.add_argument("config", metavar="CONFIG", help="run.yaml")
-        sub.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+        sub.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else on standard output"
+        )
         sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
         sub.set_defaults(run=run)
@@ -59,19 +61,29 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("directory", metavar="DIR", type=Path)
     command("index", _index, "Build and store the manifest; print files, rows, bytes and estimated tokens.")
     plan = command("plan", _plan, "Print windows, steps, padding and what the run demands, before any GPU is booked.")
-    plan.add_argument("--step-time", type=float, default=1.0, metavar="S", help="seconds a training step takes (default 1)")
+    plan.add_argument(
+        "--step-time", type=float, default=1.0, metavar="S", help="seconds a training step takes (default 1)"
+    )
     stream = command("stream", _stream, "Drain the loader with no model and print its rates.")
     stream.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks, all in this process (default 1)")
     stream.add_argument("--steps", type=int, metavar="K", help="stop after K steps")
-    stream.add_argument("--resume", type=Path, metavar="FILE", help="go on from a position (--state-out, position.json)")
+    stream.add_argument(
+        "--resume", type=Path, metavar="FILE", help="go on from a position (--state-out, position.json)"
+    )
     stream.add_argument("--state-out", type=Path, metavar="FILE", help="write the position after the last step")
     stream.add_argument("--digests", type=Path, metavar="FILE", help="write one JSON line a step, the same at every N")
-    stream.add_argument("--ceiling", action="store_true", help="also time a bare loop over the tokenizer on the same files")
+    stream.add_argument(
+        "--ceiling", action="store_true", help="also time a bare loop over the tokenizer on the same files"
+    )
     return parser
 
 
-def _progress(options: Any) -> Callable[[str], None] | None:
-    return None if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
+def _progress(options: Any) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        if not options.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    return say
 
 
 def _print(options: Any, figures: dict[str, Any]) -> None:
@@ -106,14 +118,17 @@ def _sample(options: Any) -> None:
 def _index(options: Any) -> None:
     from ingest.run import Run
 
-    _print(options, describe_manifest(Run.prepare(IngestConfig.from_yaml(options.config), _progress(options))))
+    config = IngestConfig.from_yaml(options.config)
+    _print(options, describe_manifest(Run.prepare(config, _progress(options), rebuild=True)))
 
 
 def _plan(options: Any) -> None:
     from ingest.forecast import forecast
     from ingest.run import Run
 
-    _print(options, forecast(Run.prepare(IngestConfig.from_yaml(options.config), _progress(options)), options.step_time))
+    _print(
+        options, forecast(Run.prepare(IngestConfig.from_yaml(options.config), _progress(options)), options.step_time)
+    )
 
 
 def _stream(options: Any) -> None:
@@ -125,7 +140,12 @@ def _stream(options: Any) -> None:
     run = Run.prepare(config, _progress(options))
     with _Lines(options.digests) as lines:
         figures, end = drain(
-            run, options.world_size, position=position, steps=options.steps, record=lines.write, progress=_progress(options)
+            run,
+            options.world_size,
+            position=position,
+            steps=options.steps,
+            record=lines.write,
+            progress=_progress(options),
         )
     if options.state_out is not None:
         run.storage.write_bytes(str(options.state_out.absolute()), end.to_json().encode())
@@ -143,7 +163,9 @@ def read_position(path: Path) -> Position:
         with file.open(encoding="utf-8") as text:
             return Position.from_json(text.read(MAX_BYTES + 1))
     except (OSError, UnicodeDecodeError) as error:
-        raise ResumeError(f"position {path} cannot be read; {error}: name a file that --state-out or a checkpoint wrote") from None
+        raise ResumeError(
+            f"position {path} cannot be read; {error}: name a file that --state-out or a checkpoint wrote"
+        ) from None
 
 
 class _Lines:

@@ -1,8 +1,8 @@
 """The settings of a run: frozen dataclasses, read from YAML, checked before anything starts.
 
-Everything that decides order is in ``IngestConfig``. What only decides speed is in ``ResourcesConfig`` and may differ at
-a resume. Type errors and unknown keys are found by pydantic; rules between values are in each ``__post_init__``, so that
-a config built in Python obeys them too.
+Everything that decides order is in ``IngestConfig``. What only decides speed is in ``ResourcesConfig`` and may differ
+at a resume. Type errors and unknown keys are found by pydantic; rules between values are in each ``__post_init__``, so
+that a config built in Python obeys them too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SourceConfig:
 
     Args:
         name: unique; appears in counts, errors and positions.
-        path: a file, a directory (searched for ``*.parquet``), a glob (``**`` allowed), or a list of these; a local path
-            or a URI (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``).
+        path: a file, a directory (searched for ``*.parquet``), a glob (``**`` allowed), or a list of these; a local
+            path or a URI (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``).
         text_column: the column that holds one document a row.
         weight: share of the tokens, relative to the other sources' weights. None: as large as the source is.
     """
@@ -96,7 +96,7 @@ class TokenizerConfig:
     __pydantic_config__ = _STRICT
 
     path: str
-    eos_token: str = "<|endoftext|>"
+    eos_token: str = "<|endoftext|>"  # noqa: S105 - a token of text
     backend: Literal["auto", "tokenizers", "tiktoken"] = "auto"
 
 
@@ -293,7 +293,9 @@ def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
         return path if "://" in path else str(base / Path(path).expanduser())
 
     sources = tuple(
-        dataclasses.replace(source, path=tuple(map(absolute, source.paths)) if len(source.paths) > 1 else absolute(source.paths[0]))
+        dataclasses.replace(
+            source, path=tuple(map(absolute, source.paths)) if len(source.paths) > 1 else absolute(source.paths[0])
+        )
         for source in config.sources
     )
     tokenizer = dataclasses.replace(config.tokenizer, path=absolute(config.tokenizer.path))
@@ -309,7 +311,9 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = [item.name for owner in _OWNERS for item in dataclasses.fields(owner)]
         near = difflib.get_close_matches(str(where[-1]), known, n=1)
-        return f"{key} is not a setting; got {problem['input']!r}: " + (f"did you mean {near[0]}?" if near else "remove it")
+        return f"{key} is not a setting; got {problem['input']!r}: " + (
+            f"did you mean {near[0]}?" if near else "remove it"
+        )
     if problem["type"] in ("missing", "missing_argument"):
         return f"{key} is required; got nothing: add it"
     return f"{key}: {problem['msg'][0].lower()}{problem['msg'][1:]}; got {problem['input']!r}: correct it"

@@ -1,7 +1,7 @@
 """Draining the loader with no model: the pipeline's ceiling, and the proof that its order does not depend on the ranks.
 
-All ranks run in this process, one thread each, over one stream. The digest of a step is recomputed from the rows that the
-ranks really got, summed over the ranks, and compared with what the position says.
+All ranks run in this process, one thread each, over one stream. The digest of a step is recomputed from the rows that
+the ranks really got, summed over the ranks, and compared with what the position says.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def drain(
     position: Position | None = None,
     steps: int | None = None,
     record: Record = lambda _: None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Position]:
     """Hands out every step to every rank and throws it away.
 
@@ -82,7 +82,9 @@ def drain(
         run.require(position)
     ensure_ray(run.config)
     connect = _Together(world_size)
-    loaders = [Loader(run.config, rank=rank, world_size=world_size, run=run, connect=connect) for rank in range(world_size)]
+    loaders = [
+        Loader(run.config, rank=rank, world_size=world_size, run=run, connect=connect) for rank in range(world_size)
+    ]
     parts: list[Queue[_Part | BaseException | None]] = [Queue(8) for _ in loaders]
     start = position or run.start()
     threads = [
@@ -104,7 +106,7 @@ def _consume(loader: Loader, start: Position, steps: int | None, parts: Queue[_P
             for step in islice(loader.steps(), steps):
                 parts.put(_Part(step_digest(step), step.position))
         parts.put(None)
-    except BaseException as error:  # noqa: BLE001 - raised again by _collect
+    except BaseException as error:  # raised again by _collect
         parts.put(error)
 
 
@@ -121,8 +123,11 @@ def _collect(
         got = [part for part in step if isinstance(part, _Part)]
         if not got:
             return last
-        if len(got) < len(step) or len({(part.position.step, part.position.digest) for part in got}) > 1:
-            raise OrderError(f"all ranks must agree after step {last.step}; got {[p and p.position.step for p in step]}: report it")
+        places = {(part.position.step, part.position.digest) for part in got}
+        if len(got) < len(step) or len(places) > 1:
+            raise OrderError(
+                f"all ranks must agree after step {last.step}; got {sorted(places)} of {len(step)} ranks: report it"
+            )
         now = got[0].position
         digest = (now.counts.digest - last.counts.digest) % 2**64
         if sum(part.digest for part in got) % 2**64 != digest:
@@ -136,14 +141,14 @@ def _collect(
 class _Progress:
     """Says where the stream is, about every two seconds."""
 
-    def __init__(self, say: Callable[[str], None] | None) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._began = time.perf_counter()
         self._due_s = 0.0
 
     def __call__(self, now: Position) -> None:
         elapsed = time.perf_counter() - self._began
-        if self._say and elapsed >= self._due_s:
+        if elapsed >= self._due_s:
             self._due_s = elapsed + PROGRESS_S
             self._say(f"step {now.step}: {now.tokens:,} tokens, window {now.window}, {elapsed:.0f} s")
 

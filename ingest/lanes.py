@@ -1,8 +1,9 @@
 """Slabs to steps: which rows a rank trains on at each step, and the position after it. No Ray, no torch.
 
-Rank r of W serves the lanes congruent to r modulo W. A step takes the next G / S rows of each lane, so all ranks move in
-lockstep through the same windows, and every global batch holds the same rows at every world size. Each slab is checked
-against the one that must come next: a splitter that loses, repeats or misroutes one is caught before a batch is made.
+Rank r of W serves the lanes congruent to r modulo W. A step takes the next G / S rows of each lane, so all ranks move
+in lockstep through the same windows, and every global batch holds the same rows at every world size. Each slab is
+checked against the one that must come next: a splitter that loses, repeats or misroutes one is caught before a batch
+is made.
 
 Cost: one copy of the rows of a step, and about 50 µs.
 """
@@ -76,8 +77,8 @@ def require_world_size(world_size: int, lanes: int) -> None:
 class Step(NamedTuple):
     """One step of one rank.
 
-    ``rows`` holds G / W rows, lane by lane. ``window_B`` and ``index_B`` (int64 [G / W]) are each row's address, -1 for the
-    padding rows that fill the last step. ``position`` is that after the step.
+    ``rows`` holds G / W rows, lane by lane. ``window_B`` and ``index_B`` (int64 [G / W]) are each row's address, -1
+    for the padding rows that fill the last step. ``position`` is that after the step.
     """
 
     rows: Rows
@@ -86,7 +87,9 @@ class Step(NamedTuple):
     position: Position
 
 
-def steps(slabs: Iterator[Slab], start: Position, lanes: Lanes, eos_id: int, total_tokens: int | None) -> Iterator[Step]:
+def steps(
+    slabs: Iterator[Slab], start: Position, lanes: Lanes, eos_id: int, total_tokens: int | None
+) -> Iterator[Step]:
     """Turns a rank's slabs into its steps.
 
     Args:
@@ -136,10 +139,14 @@ def _next_window(slabs: Iterator[Slab], ordinal: int, lanes: Lanes) -> list[Slab
         slab = next(slabs, None)
         where = f"rank {lanes.rank} of {lanes.world_size}"
         if slab is None:
-            raise OrderError(f"{where} must get window {ordinal} lane {lane} next; got the end: resume from the last checkpoint")
+            raise OrderError(
+                f"{where} must get window {ordinal} lane {lane} next; got the end: resume from the last checkpoint"
+            )
         if (slab.window, slab.lane) != (ordinal, lane):
             got = f"window {slab.window} lane {slab.lane}"
-            raise OrderError(f"{where} must get window {ordinal} lane {lane} next; got {got}: resume from the last checkpoint")
+            raise OrderError(
+                f"{where} must get window {ordinal} lane {lane} next; got {got}: resume from the last checkpoint"
+            )
         window.append(slab)
     return window
 
@@ -183,5 +190,9 @@ def step_digest(step: Step) -> int:
         0 to 2^64-1; summed over the ranks modulo 2^64 it is the difference of the positions' digests.
     """
     real = np.flatnonzero(step.window_B >= 0)
-    rows = step.rows if len(real) == len(step.rows) else Rows.concatenate([step.rows.slice(i, i + 1) for i in real.tolist()])
+    rows = (
+        step.rows
+        if len(real) == len(step.rows)
+        else Rows.concatenate([step.rows.slice(i, i + 1) for i in real.tolist()])
+    )
     return int(row_digests(rows, step.window_B[real], step.index_B[real]).sum(dtype=np.uint64))

@@ -2,8 +2,8 @@
 
 A loader is one pass from its position to the end of the stream: breaking off and iterating again goes on where the last
 batch left off. A feeder thread pulls slabs ahead, bounded in number; steps are cut and tensors made on the consumer's
-thread. Nothing waits without a limit: after ``resources.stall_timeout_s`` without a slab the loader raises and says which
-window is missing.
+thread. Nothing waits without a limit: after ``resources.stall_timeout_s`` without a slab the loader raises and says
+which window is missing.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Loader:
         world_size: a divisor of ``config.lanes``.
         device: where the tensors go; None is the CPU.
         run: a prepared run to share between loaders; None prepares ``config``.
-        connect: opens or joins the stream when iteration begins; None starts one of this process's own, and a local Ray if
-            there is none.
+        connect: opens or joins the stream when iteration begins; None starts one of this process's own, and a local
+            Ray if there is none.
 
     Raises:
         ConfigError, StorageError, DataError: the run cannot be prepared, or the rank does not fit.
@@ -107,7 +107,10 @@ class Loader:
         return self._position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, under 16 KiB for ten sources; ``Stateful`` as in torch.distributed.checkpoint."""
+        """The position as plain values, under 16 KiB for ten sources.
+
+        With ``load_state_dict`` it makes the loader ``Stateful`` in the sense of torch.distributed.checkpoint.
+        """
         return self._position.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,7 +189,9 @@ class _Feed:
         self._queue: queue.Queue[Slab | BaseException | None] = queue.Queue(config.resources.prefetch_slabs)
         self._closed = threading.Event()
         self._after = "none yet"
-        self._thread = threading.Thread(target=self._fill, args=(stream,), name=f"ingest-rank-{lanes.rank}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fill, args=(stream,), name=f"ingest-rank-{lanes.rank}", daemon=True
+        )
         self._thread.start()
 
     def _fill(self, stream: SlabStream) -> None:
@@ -195,7 +200,7 @@ class _Feed:
                 if not self._put(slab):
                     return
             self._put(None)
-        except BaseException as error:  # noqa: BLE001 - raised again by __next__, on the consumer's thread
+        except BaseException as error:  # raised again by __next__, on the consumer's thread
             self._put(error)
 
     def _put(self, item: Slab | BaseException | None) -> bool:
@@ -231,8 +236,8 @@ class _Feed:
                 waited += pause
                 _log.warning("rank %d has waited %.0f s for a slab; the last was %s", self._rank, waited, self._after)
         raise ResourceError(
-            f"rank {self._rank} must get a slab within resources.stall_timeout_s; got none for {self._limit_s:g} s, the last "
-            f"was {self._after}: all ranks must iterate at the same time; else see the Ray logs, or raise the limit"
+            f"rank {self._rank} must get a slab within resources.stall_timeout_s; got none for {self._limit_s:g} s, "
+            f"the last was {self._after}: let all ranks iterate at the same time, see the Ray logs, or raise the limit"
         )
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 A packing is a list of pieces. Each piece is a run of tokens of one document in one row. Every token is an input exactly
 once. Where a document goes on in the next row, its piece reaches one token further, into the row's look-ahead column:
-that token is only a label, so a cut costs no label. Without it each cut would lose one: 1/T of all labels where documents
-are long (0.05 % at T = 2048). The look-ahead column costs 1/T of the bytes on the wire.
+that token is only a label, so a cut costs no label. Without it each cut would lose one: 1/T of all labels where
+documents are long (0.05 % at T = 2048). The look-ahead column costs 1/T of the bytes on the wire.
 
 The number of rows is rounded up to a multiple of the lanes. The slack this leaves is spread: rows differ by at most one
-token in fill, so no row is empty while another is full and no rank has a step without a loss. It stays below lanes / rows.
+token in fill, so no row is empty while another is full and no rank has a step without a loss. It stays below lanes /
+rows.
 
 Cost: about 40 ns a piece, vectorised.
 """
@@ -49,7 +50,8 @@ def concat(lengths_D: IntArray, sequence_length: int, lanes: int) -> Packing:
         lanes: the number of rows is a multiple of this.
 
     Returns:
-        A packing of R rows, R the least multiple of ``lanes`` with R * T >= the sum of lengths; 0 rows for no documents.
+        A packing of R rows, R the least multiple of ``lanes`` with R * T >= the sum of lengths; 0 rows for no
+        documents.
 
     Example: lengths [5, 3] with T = 4 and 2 lanes make two rows of 4: document 0's first four tokens with its fifth as
     look-ahead, then its fifth token and document 1.

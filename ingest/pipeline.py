@@ -1,15 +1,16 @@
 """The only owner of ray.data: windows through an actor pool to one slab stream a rank.
 
-    server actor ── builds ──> Dataset of a leg: one read task a window ─> actor pool: window -> S slabs ─> streaming_split
+    server actor ── builds ──> Dataset of a leg: one read task a window ─> actor pool: window -> S slabs ─>
+    streaming_split
 
 A leg is the run of windows that one Ray Data execution covers: a read task costs about 1.3 ms to plan, and that delays
-the first batch. A server actor, owned by the process that opened the stream, builds each leg when its first rank asks and
-hands out the rank's iterator; ending that one actor ends the whole stream and frees its CPUs.
+the first batch. A server actor, owned by the process that opened the stream, builds each leg when its first rank asks
+and hands out the rank's iterator; ending that one actor ends the whole stream and frees its CPUs.
 
 The order rests on these facts, which ``lanes.py`` checks slab by slab: read tasks run in plan order with
 ``preserve_order``; ``override_num_blocks`` equal to the number of tasks keeps a window in one piece;
-``target_max_block_size`` of 1 byte makes every slab a block of one row; the splitter hands each block to the rank with the
-fewest rows so far, so that slab k goes to rank k mod W. Found in Ray 2.60, see DESIGN.md.
+``target_max_block_size`` of 1 byte makes every slab a block of one row; the splitter hands each block to the rank with
+the fewest rows so far, so that slab k goes to rank k mod W. Found in Ray 2.60, see DESIGN.md.
 """
 
 from __future__ import annotations
@@ -42,17 +43,16 @@ LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
 
 
-def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0, *, log_to_driver: bool = False) -> None:
+def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
 
     Args:
         config: its ``resources`` say what tokenization needs.
         extra_cpus: logical CPUs that others need at the same time (trainers).
-        log_to_driver: whether what actors and workers print appears here.
     """
     if ray.is_initialized():
         return
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
     with contextlib.suppress(ConnectionError):
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
         return
@@ -87,21 +87,26 @@ def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> No
         if time.monotonic() > deadline or (impossible and not resources.cluster_wait_s):
             break
         time.sleep(0.1)
-    demand = f"{fewest} tokenization actors of {each:g} CPUs" + (f" and {extra_cpus:g} for trainers" if extra_cpus else "")
+    demand = f"{fewest} tokenization actors of {each:g} CPUs" + (
+        f" and {extra_cpus:g} for trainers" if extra_cpus else ""
+    )
     has = f"{total:g} CPUs in all, {free:g} free, the largest node {max(nodes, default=0):g}"
     room = int((free - extra_cpus) // each)
-    step = f"set resources.tokenize_actors to {[room, room]}" if room >= 1 else "add CPUs or lower resources.cpus_per_actor"
+    step = (
+        f"set resources.tokenize_actors to {[room, room]}"
+        if room >= 1
+        else "add CPUs or lower resources.cpus_per_actor"
+    )
     raise ResourceError(
         f"the job must fit the cluster; needs {need:g} CPUs ({demand}), the cluster has {has}: {step}, "
         "start Ray with more num_cpus, or set resources.cluster_wait_s where an autoscaler will add nodes"
     )
 
 
-class _WindowSource(Datasource):  # type: ignore[misc]
+class _WindowSource(Datasource):
     """One read task a window, in plan order; the bytes are read by the actor that the task is fused with."""
 
     def __init__(self, specs: list[WindowSpec]) -> None:
-        super().__init__()
         self._specs = specs
 
     def estimate_inmemory_data_size(self) -> int | None:
@@ -214,8 +219,10 @@ class Stream:
         """
         require_resources(run.config.resources)
         name = f"ingest-stream-{uuid.uuid4().hex}"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        server = _Server.options(name=name, scheduling_strategy=here).remote(run, cursors, world_size, reserved_cpus)
+        here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        server: Any = _Server.options(  # type: ignore[attr-defined]
+            name=name, scheduling_strategy=here
+        ).remote(run, cursors, world_size, reserved_cpus)
         return cls(server, name, run.config.resources.prefetch_slabs)
 
     @classmethod
@@ -266,4 +273,3 @@ def translated(error: BaseException) -> IngestError:
 def _bare(error: IngestError) -> IngestError:
     cause: Any = getattr(error, "cause", error)
     return cause if isinstance(cause, IngestError) else error
-

@@ -64,7 +64,7 @@ class Unit(NamedTuple):
 
     source: int  # index of the source in the config
     epoch: int  # pass over that source
-    index: int  # index of the unit in the source's manifest
+    number: int  # index of the unit in the source's manifest
 
 
 @dataclass(frozen=True)

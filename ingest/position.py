@@ -1,8 +1,9 @@
 """Where a run stands: a small frozen value, written as readable JSON, the same on every rank.
 
-A position speaks of the last batch handed out, never of what was read ahead. It holds the plan's cursors and the counts at
-the start of the window it stands in, the rows of each lane consumed since, and the counts in total. A position at the
-end of a window names that window, not the next, so that a resume always re-makes one window and can compare digests.
+A position speaks of the last batch handed out, never of what was read ahead. It holds the plan's cursors and the
+counts at the start of the window it stands in, the rows of each lane consumed since, and the counts in total. A
+position at the end of a window names that window, not the next, so that a resume always re-makes one window and can
+compare digests.
 
 The fingerprint is everything that decides order and content. A position is refused where it differs, field by field.
 """
@@ -100,7 +101,9 @@ class Position:
         """
         try:
             if value["version"] != VERSION:
-                raise ResumeError(f"position version must be {VERSION}; got {value['version']}: use the release that wrote it")
+                raise ResumeError(
+                    f"position version must be {VERSION}; got {value['version']}: use the release that wrote it"
+                )
             position = cls(
                 step=_natural(value["step"]),
                 offset=_natural(value["offset"]),
@@ -112,9 +115,13 @@ class Position:
             consistent = (position.rows, position.padding) == (value["rows"], value["padding"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__} {error}"
-            raise ResumeError(f"position must have the fields that state_dict() writes; got {what}: use another checkpoint") from None
+            raise ResumeError(
+                f"position must have the fields that state_dict() writes; got {what}: use another checkpoint"
+            ) from None
         if not consistent:
-            raise ResumeError(f"position contradicts itself; got rows {value['rows']} at step {position.step}: use another checkpoint")
+            raise ResumeError(
+                f"position contradicts itself; got rows {value['rows']} at step {position.step}: use another checkpoint"
+            )
         return position
 
     def to_json(self) -> str:
@@ -168,8 +175,8 @@ class Position:
                 return
             now = format(again.digest, "016x")
         raise ResumeError(
-            f"window {self.window} must be made again as it was at step {self.step}; digest {self.digest} then, {now} now: "
-            "the text behind an unchanged footer, a library version or the tokenizer's behaviour changed; restore it"
+            f"window {self.window} must be made again as it was at step {self.step}; digest {self.digest} then, "
+            f"{now} now: the text behind an unchanged footer, a library version or the tokenizer's behaviour changed"
         )
 
 
@@ -188,8 +195,8 @@ def _counts_from_json(value: Any) -> Counts:
     digest = value["digest"]
     if len(digest) != 16:
         raise ValueError(f"digest {digest!r}")
-    naturals = (_natural(value[name]) for name in ("tokens", "documents", "skipped"))
-    return Counts(*naturals, per_source, int(digest, 16))
+    tokens, documents, skipped = (_natural(value[name]) for name in ("tokens", "documents", "skipped"))
+    return Counts(tokens, documents, skipped, per_source, int(digest, 16))
 
 
 def _cursors_from_json(value: Any) -> Cursors:
@@ -208,4 +215,8 @@ def _natural(value: Any) -> int:
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {key: value}
-    return {path: leaf for name, item in value.items() for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()}
+    return {
+        path: leaf
+        for name, item in value.items()
+        for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()
+    }

@@ -53,19 +53,24 @@ class Run:
     manifest: Manifest
 
     @classmethod
-    def prepare(cls, config: IngestConfig, progress: Callable[[str], None] | None = None) -> Run:
+    def prepare(
+        cls, config: IngestConfig, progress: Callable[[str], None] | None = None, *, rebuild: bool = False
+    ) -> Run:
         """Loads the tokenizer and the manifest, which is built where there is none.
 
         Args:
             config: the run.
             progress: called with one line about every two seconds while footers are read.
+            rebuild: read every footer again even where there is a stored manifest, and store what was found.
 
         Raises:
             ConfigError, StorageError, DataError: a path, a column or the tokenizer is not what the config says.
         """
         storage = Storage(config.storage)
         tokenizer = Tokenizer.load(config.tokenizer, storage.read_bytes)
-        return cls(config, storage, tokenizer, load_manifest(config, storage, tokenizer.encode, progress))
+        return cls(
+            config, storage, tokenizer, load_manifest(config, storage, tokenizer.encode, progress, rebuild=rebuild)
+        )
 
     @cached_property
     def window_tokens(self) -> int:
@@ -161,7 +166,7 @@ class Run:
         """What an actor needs for one window."""
         units = []
         for unit in window.units:
-            info = self.manifest.sources[unit.source].unit(unit.index)
+            info = self.manifest.sources[unit.source].unit(unit.number)
             units.append(
                 UnitSpec(unit.source, unit.epoch, info.path, info.row_group, info.size_bytes, info.footer_hash)
             )

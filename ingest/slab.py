@@ -7,8 +7,8 @@ Legend of the dimension letters, used as suffixes of array names everywhere:
     D  documents                L  pieces of documents     K  sources
     O  lane offsets, N + 1
 
-Every slab carries, for its whole window, prefix sums by lane offset *over all lanes*: entry o counts the first o rows of
-every lane. That is why any rank can write a position without talking to another one.
+Every slab carries, for its whole window, prefix sums by lane offset *over all lanes*: entry o counts the first o rows
+of every lane. That is why any rank can write a position without talking to another one.
 
 The digest is the sum modulo 2^64 of one XXH3-64 hash a row, over the row's token bytes (little endian, look-ahead and
 padding included) and its piece lengths (int32), seeded with (window << 32) + row. So it depends on content and address,
@@ -241,7 +241,7 @@ def row_digests(rows: Rows, windows_B: IntArray, indexes_B: IntArray) -> npt.NDA
     digests = np.empty(len(rows), np.uint64)
     for offset, seed in enumerate(seeds):
         state = xxhash.xxh3_64(tokens[offset], seed=seed)
-        state.update(lengths[ends[offset] : ends[offset + 1]])
+        state.update(lengths[ends[offset] : ends[offset + 1]].data)
         digests[offset] = state.intdigest()
     return digests
 

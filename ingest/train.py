@@ -1,7 +1,8 @@
 """Ray Train glue: one stream for all ranks, and checkpoints that hold the model and the position together.
 
-Rank 0 opens the stream at the position that it restored and tells the others its name, so the position always comes from
-the very checkpoint that the model was restored from, at whatever world size this attempt has. A checkpoint is a directory:
+Rank 0 opens the stream at the position that it restored and tells the others its name, so the position always comes
+from the very checkpoint that the model was restored from, at whatever world size this attempt has. A checkpoint is a
+directory:
 
     model.pt        model, optimizer and schedule, written by rank 0, loaded with weights_only
     rng-<rank>.pt   random number generators of each rank (torch, CUDA, numpy, Python)
@@ -14,10 +15,11 @@ import random
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import ray.train
+import ray.train.torch
 import torch
 from ray.train.collective import broadcast_from_rank_zero
 from torch import nn
@@ -101,7 +103,8 @@ def save_checkpoint(
     Args:
         loader: its position is that of the last batch handed out; train on that batch first.
         model: wrapped by DDP or not.
-        optimizer, schedule: saved where given.
+        optimizer: saved where given.
+        schedule: saved where given.
         metrics: reported with the checkpoint; ``step``, ``tokens`` and ``digest`` are added.
 
     Raises:
@@ -127,7 +130,9 @@ def restore_checkpoint(
 
     Args:
         loader: gets the position; not yet iterating.
-        model, optimizer, schedule: as given to ``save_checkpoint``.
+        model: as given to ``save_checkpoint``.
+        optimizer: likewise.
+        schedule: likewise.
 
     Returns:
         Whether there was a checkpoint; False leaves everything as it is.
@@ -141,13 +146,17 @@ def restore_checkpoint(
     with checkpoint.as_directory() as folder:
         path = Path(folder, POSITION_FILE)
         if not path.exists():
-            raise ResumeError(f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}: was it saved by save_checkpoint?")
+            raise ResumeError(
+                f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}: was it saved by save_checkpoint?"
+            )
         loader.load_state_dict(Position.from_json(path.read_text(encoding="utf-8")).to_dict())
         states = torch.load(Path(folder, "model.pt"), map_location="cpu", weights_only=True)
         for name, part in (("model", _bare(model)), ("optimizer", optimizer), ("schedule", schedule)):
             if part is not None:
                 if name not in states:
-                    raise ResumeError(f"checkpoint {checkpoint.path} must hold {name}; got {sorted(states)}: save it too")
+                    raise ResumeError(
+                        f"checkpoint {checkpoint.path} must hold {name}; got {sorted(states)}: save it too"
+                    )
                 part.load_state_dict(states[name])
         rng = Path(folder, f"rng-{ray.train.get_context().get_world_rank()}.pt")
         if rng.exists():  # a rank that the saving run did not have starts from its own seed
@@ -160,7 +169,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))  # noqa: NPY002 - users draw from it
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     python = random.getstate()
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": [name, keys.tolist(), *rest], "python": python}
@@ -171,5 +180,5 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))  # noqa: NPY002
     random.setstate(state["python"])

@@ -1,8 +1,8 @@
 """One window: read, tokenize, pack, shuffle, cut into slabs. A pure function of (spec, settings, tokenizer, files).
 
-This is the unit of work, of shuffling, of retry and of resume: made twice, it gives the same slabs, bit for bit. Documents
-are permuted before packing, so that neighbours in a row come from all over the window, and rows after it, so that the
-pieces of a long document do not follow one another.
+This is the unit of work, of shuffling, of retry and of resume: made twice, it gives the same slabs, bit for bit.
+Documents are permuted before packing, so that neighbours in a row come from all over the window, and rows after it, so
+that the pieces of a long document do not follow one another.
 
 Memory: the tokens of the window twice (as documents, as rows) plus the text of one read batch. Cost beyond the
 tokenizer: under 1 µs a piece and one hash a row.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,9 @@ from ingest.packing import Packing, concat
 from ingest.plan import Cursors, document_order, row_order
 from ingest.slab import IntArray, Prefix, Rows, Slab, TokenArray, row_digests
 
-ENCODE_BYTES = 1 << 20  # text given to the tokenizer at once: long enough to hide the call, short enough to stay in cache
+ENCODE_BYTES = (
+    1 << 20
+)  # text given to the tokenizer at once: long enough to hide the call, short enough to stay in cache
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def make_window(spec: WindowSpec, settings: WindowSettings, encode: Encode, read
 
 
 def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read) -> Documents:
-    tokens: list[TokenArray] = [np.zeros(0, settings.token_dtype)]
+    tokens: list[npt.NDArray[Any]] = [np.zeros(0, settings.token_dtype)]
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
     skipped = 0
     for index, unit in enumerate(spec.units):
@@ -153,8 +156,9 @@ def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: 
                 units.append(np.full(len(some), index, np.int64))
                 rows.append(some + first_row)
             first_row += len(texts)
-    joined = (np.concatenate(parts) for parts in (lengths, units, rows))
-    return Documents(np.concatenate(tokens), *joined, skipped)
+    return Documents(
+        np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
+    )
 
 
 def _chunks(texts: pa.Array, usable: IntArray) -> Iterator[IntArray]:
@@ -206,10 +210,12 @@ def _prefix(
 ) -> Prefix:
     lanes, lane_rows, num_sources = settings.lanes, len(rows) // settings.lanes, len(settings.columns)
 
-    def sums(values_R: npt.NDArray[np.generic], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[np.generic]:
+    def sums(values_R: npt.NDArray[Any], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
         """Per-row values, rows lane by lane, to prefix sums by lane offset: [R, ...] -> [N + 1, ...]."""
         by_offset = values_R.reshape(lanes, lane_rows, *values_R.shape[1:]).sum(axis=0, dtype=dtype)
-        return np.concatenate((np.zeros_like(by_offset, shape=(1, *by_offset.shape[1:])), by_offset.cumsum(axis=0, dtype=dtype)))
+        return np.concatenate(
+            (np.zeros_like(by_offset, shape=(1, *by_offset.shape[1:])), by_offset.cumsum(axis=0, dtype=dtype))
+        )
 
     def per_row(values_L: IntArray) -> IntArray:
         total = np.zeros(len(rows), np.int64)
@@ -235,4 +241,3 @@ def document_address(window: Window, document: int) -> tuple[UnitSpec, int]:
     """The unit and the row in its row group that a document came from."""
     documents = window.documents
     return window.spec.units[int(documents.unit_D[document])], int(documents.row_D[document])
-

@@ -2,69 +2,57 @@
 
     python -m jobs.pretrain --config run.yaml --storage URI --name NAME [--num-workers N | MIN:MAX] [--max-steps K]
 
-Started again with the same storage and name, it goes on from the newest checkpoint; nothing else is needed. The loss of a
-step is averaged over the labels of the global batch, whatever ranks or micro-batches they fell on.
+Started again with the same storage and name, it goes on from the newest checkpoint; nothing else is needed. The loss
+of a step is averaged over the labels of the global batch, whatever ranks or micro-batches they fell on.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer, prepare_model
 
 import ingest
 from ingest.lanes import require_world_size
-from ingest.pipeline import ensure_ray, require_resources
+from ingest.pipeline import ensure_ray, require_resources, translated
 from ingest.run import Run
+from jobs.mailbox import opened, send_log
 from jobs.model import GPT, GPTConfig, loss_sum
 from jobs.progress import Progress
 
 CPUS_PER_TRAINER = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a worker needs; plain values, so that Ray can ship it."""
-
-    config: dict[str, Any]
-    max_steps: int | None
-    checkpoint_every: int
-    learning_rate: float
-
-
-def train(settings: Settings) -> None:
-    """The loop of one worker."""
+def train(settings: dict[str, Any]) -> None:
+    """The loop of one worker; ``settings`` holds plain values, as ``run`` fills them in."""
     torch.set_num_threads(CPUS_PER_TRAINER)  # and the same sums in the same order at a resume
-    config = ingest.IngestConfig.from_dict(settings.config)
+    log = send_log(settings["mailbox"])
+    config = ingest.IngestConfig.from_dict(settings["config"])
     loader = ingest.train_loader(config)
     length = config.packing.sequence_length
-    bare = GPT(GPTConfig(vocab_size=loader.run.tokenizer.vocab_size, sequence_length=length))
-    model = prepare_model(bare)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    model = prepare_model(GPT(GPTConfig(vocab_size=loader.run.tokenizer.vocab_size, sequence_length=length)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
-    progress = Progress(loader, config)
-    saved = None
-    if not reached(loader.position, settings.max_steps):
-        for batch in loader:
-            loss = train_step(model, optimizer, schedule, batch)
-            progress.step(loss)
-            if batch.position.step % settings.checkpoint_every == 0:
+    saved, last = None, settings["max_steps"]
+    progress = Progress(loader, config, log if ray.train.get_context().get_world_rank() == 0 else None)
+    with loader:
+        for batch in () if reached(loader.position, last) else loader:
+            progress.step(train_step(model, optimizer, schedule, batch))
+            done = reached(batch.position, last)
+            if done or batch.position.step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
                 saved = batch.position.step
-            if reached(batch.position, settings.max_steps):
+            if done:
                 break
-    loader.close()
     if saved != loader.position.step:
         ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
 
@@ -106,7 +94,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -117,48 +107,58 @@ def main(arguments: list[str] | None = None) -> int:
     except ingest.IngestError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except WorkerGroupError as failed:
+        for rank, failure in failed.worker_failures.items():
+            cause = translated(failure)
+            print(f"rank {rank}: {type(cause).__name__}: {cause}", file=sys.stderr)
+        return 1
 
 
 def run(options: argparse.Namespace) -> int:
     """Checks everything that can be checked, trains, and prints what came of it."""
     config = ingest.IngestConfig.from_yaml(options.config)
-    sizes = options.num_workers if isinstance(options.num_workers, tuple) else (options.num_workers,) * 2
-    for size in range(sizes[0], sizes[1] + 1):
+    low, high = options.num_workers if isinstance(options.num_workers, tuple) else (options.num_workers,) * 2
+    for size in range(low, high + 1):
         require_world_size(size, config.lanes)
-    Run.prepare(config, progress=lambda line: print(line, flush=True))
-    ensure_ray(config, extra_cpus=sizes[1] * CPUS_PER_TRAINER, log_to_driver=True)
-    require_resources(config.resources, extra_cpus=sizes[0] * CPUS_PER_TRAINER)
+    Run.prepare(config, progress=print)  # a fault in the input shows here, before any worker starts
+    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
+    require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
     storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())
-    settings = Settings(
-        config=config.to_dict(),
-        max_steps=options.max_steps,
-        checkpoint_every=options.checkpoint_every,
-        learning_rate=options.learning_rate,
-    )
-    use_gpu = torch.cuda.is_available()
-    began = time.perf_counter()
-    result = TorchTrainer(
-        train,
-        train_loop_config=settings,
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu)}
-        ),
-        run_config=RunConfig(
-            name=options.name,
-            storage_path=storage,
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-            failure_config=FailureConfig(max_failures=3),
-        ),
-    ).fit()
-    again = f"python -m jobs.pretrain --config {options.config} --storage {options.storage} --name {options.name}"
-    report = {**(result.metrics or {}), "checkpoint": result.checkpoint and result.checkpoint.path, "wall_s": time.perf_counter() - began}
-    for name, value in report.items():
-        print(f"{name:<16} {value:,.4g}" if isinstance(value, float) else f"{name:<16} {value}")
-    print(f"{'resume with':<16} {again}")
+    began, use_gpu = time.perf_counter(), torch.cuda.is_available()
+    with opened(print) as mailbox:
+        result = TorchTrainer(
+            train,
+            train_loop_config={
+                "mailbox": mailbox,
+                "config": config.to_dict(),
+                "max_steps": options.max_steps,
+                "checkpoint_every": options.checkpoint_every,
+                "learning_rate": options.learning_rate,
+            },
+            scaling_config=ScalingConfig(
+                num_workers=options.num_workers,
+                use_gpu=use_gpu,
+                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu)},
+            ),
+            run_config=RunConfig(
+                name=options.name,
+                storage_path=storage,
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+                failure_config=FailureConfig(max_failures=3),
+            ),
+        ).fit()
+    report(result, time.perf_counter() - began)
+    print(f"resume with      python -m jobs.pretrain {' '.join(options.arguments)}")
     return 0
+
+
+def report(result: ray.train.Result, wall_s: float) -> None:
+    """Prints the last reported metrics and where the last checkpoint lies."""
+    checkpoint = None if result.checkpoint is None else result.checkpoint.path
+    for name, value in {**(result.metrics or {}), "wall_s": wall_s, "checkpoint": checkpoint}.items():
+        print(f"{name:<16} {value:,.4g}" if isinstance(value, float) else f"{name:<16} {value}")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     sys.exit(main())

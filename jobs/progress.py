@@ -1,11 +1,10 @@
-"""What a training worker says while it runs and reports when it saves."""
+"""What a training worker says while it runs, and reports when it saves."""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
-
-import ray.train
 
 import ingest
 
@@ -13,42 +12,44 @@ EVERY_S = 5.0
 
 
 class Progress:
-    """Counts of this attempt, and one line about every five seconds from rank 0."""
+    """Counts of this attempt, and one line about every five seconds on the log of rank 0."""
 
-    def __init__(self, loader: ingest.Loader, config: ingest.IngestConfig) -> None:
+    def __init__(self, loader: ingest.Loader, config: ingest.IngestConfig, log: logging.Logger | None) -> None:
         self._loader = loader
         self._slots = config.global_batch_rows * config.packing.sequence_length
         self._start = loader.position
         self._losses: list[float] = []
         self._began = self._said = time.perf_counter()
-        self._loud = ray.train.get_context().get_world_rank() == 0
-        if self._loud and self._start.step:
-            print(f"resumed at step {self._start.step}, digest {self._start.digest}", flush=True)
+        self._log = log
+        if log and self._start.step:
+            log.info("resumed at step %d, digest %s", self._start.step, self._start.digest)
 
     def step(self, loss: float) -> None:
         """Takes note of a step's loss."""
         self._losses.append(loss)
         now = time.perf_counter()
-        if self._loud and (len(self._losses) == 1 or now - self._said >= EVERY_S):
+        if self._log and (len(self._losses) == 1 or now - self._said >= EVERY_S):
             self._said = now
-            metrics = self.metrics()
-            print(
-                f"step {self._loader.position.step}: loss {loss:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s, "
-                f"waiting for data {metrics['wait_share']:.1%}",
-                flush=True,
-            )
+            rate, waiting = self._rates()
+            words = "step %d: loss %.3f, %.0f tokens/s, waiting for data %.1f %%"
+            self._log.info(words, self._loader.position.step, loss, rate, 100 * waiting)
 
     def metrics(self) -> dict[str, Any]:
         """Of this attempt: losses in nats, tokens a second and waiting after the first batch, padding as a share."""
-        now, timing = self._loader.position, self._loader.timing
-        steps, tokens = now.step - self._start.step, now.tokens - self._start.tokens
-        elapsed = time.perf_counter() - self._began - timing.first_batch_s
+        now, steps = self._loader.position, self._loader.position.step - self._start.step
+        rate, waiting = self._rates()
         return {
+            "steps_now": steps,
             "first_loss": self._losses[0] if self._losses else None,
             "last_loss": sum(self._losses[-10:]) / len(self._losses[-10:]) if self._losses else None,
-            "tokens_per_s": tokens / elapsed if elapsed > 0 else 0.0,
-            "first_batch_s": timing.first_batch_s,
-            "wait_share": timing.wait_s / elapsed if elapsed > 0 else 0.0,
-            "padding_share": 1 - tokens / (steps * self._slots) if steps else 0.0,
-            "resumed_at_step": self._start.step,
+            "tokens_per_s": rate,
+            "first_batch_s": self._loader.timing.first_batch_s,
+            "wait_share": waiting,
+            "padding_share": 1 - (now.tokens - self._start.tokens) / (steps * self._slots) if steps else 0.0,
         }
+
+    def _rates(self) -> tuple[float, float]:
+        timing = self._loader.timing
+        elapsed = time.perf_counter() - self._began - timing.first_batch_s
+        tokens = self._loader.position.tokens - self._start.tokens
+        return (tokens / elapsed, timing.wait_s / elapsed) if elapsed > 0 else (0.0, 0.0)

@@ -135,13 +135,27 @@ def test_a_splitter_that_misroutes_or_repeats_a_slab_is_caught(damage: str) -> N
 
 def test_a_resume_on_other_text_is_refused_before_the_first_step() -> None:
     tiny = Tiny(UNEVEN, window_tokens=20)
-    saved = next(s.position for s in tiny.steps() if 0 in {u.row_group for u in next(tiny.windows(s.position.cursors)).spec.units})
+    saved = next(
+        s.position
+        for s in tiny.steps()
+        if 0 in {u.row_group for u in next(tiny.windows(s.position.cursors)).spec.units}
+    )
     other = Tiny(((("a", "bb", "ccX"), *UNEVEN[0][1:]),), window_tokens=20)
-    with pytest.raises(ResumeError, match=f"must be made again as it was at step {saved.step}; digest {saved.digest} then"):
+    with pytest.raises(
+        ResumeError, match=f"must be made again as it was at step {saved.step}; digest {saved.digest} then"
+    ):
         next(other.steps(saved))
 
 
-@pytest.mark.parametrize(("rank", "world_size", "words"), [(0, 3, "world_size must divide lanes; got 3 and 8"), (0, 0, "got 0"), (2, 2, "rank must be"), (-1, 2, "rank must be")])
+@pytest.mark.parametrize(
+    ("rank", "world_size", "words"),
+    [
+        (0, 3, "world_size must divide lanes; got 3 and 8"),
+        (0, 0, "got 0"),
+        (2, 2, "rank must be"),
+        (-1, 2, "rank must be"),
+    ],
+)
 def test_a_world_size_or_rank_that_does_not_fit_is_refused(rank: int, world_size: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Lanes(8, 8, rank, world_size)

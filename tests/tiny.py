@@ -70,7 +70,7 @@ class Tiny:
 
     def windows(self, cursors: Cursors | None = None) -> Iterator[Window]:
         for planned in self.plan.windows(cursors or self.plan.start()):
-            units = tuple(UnitSpec(u.source, u.epoch, f"source{u.source}", u.index, 0, "") for u in planned.units)
+            units = tuple(UnitSpec(u.source, u.epoch, f"source{u.source}", u.number, 0, "") for u in planned.units)
             yield make_window(WindowSpec(planned.cursors, units, planned.last), self.settings, encode, self.read)
 
     def slabs(self, cursors: Cursors, rank: int = 0, world_size: int = 1) -> Iterator[Slab]:
@@ -94,6 +94,11 @@ def documents_of(window: Window) -> list[tuple[int, int, int, int]]:
     documents = window.documents
     units = window.spec.units
     return [
-        (units[documents.unit_D[d]].source, units[documents.unit_D[d]].epoch, units[documents.unit_D[d]].row_group, int(documents.row_D[d]))
+        (
+            units[documents.unit_D[d]].source,
+            units[documents.unit_D[d]].epoch,
+            units[documents.unit_D[d]].row_group,
+            int(documents.row_D[d]),
+        )
         for d in sorted(whole)
     ]
