@@ -56,6 +56,7 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     with contextlib.suppress(ConnectionError):
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
         return
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
     cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
@@ -143,10 +144,9 @@ class _Actor:
 class _Server:
     """Builds the legs of one stream, hands out each rank's iterator, and exits when every rank has left."""
 
-    def __init__(self, run: Run, cursors: Cursors, world_size: int, reserved_cpus: float) -> None:
+    def __init__(self, run: Run, cursors: Cursors, world_size: int) -> None:
         self._run = run
         self._world_size = world_size
-        self._reserved_cpus = reserved_cpus
         self._specs = run.specs(cursors)
         self._leg = -1
         self._iterators: list[Any] = []
@@ -173,9 +173,6 @@ class _Server:
         context.print_on_execution_start = False
         context.target_max_block_size = 1
         context.execution_options.preserve_order = True
-        context.execution_options.exclude_resources = context.execution_options.exclude_resources.add(
-            ray.data.ExecutionResources(cpu=self._reserved_cpus)
-        )
         dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs))
         slabs = dataset.map_batches(
             _Actor,
@@ -205,14 +202,13 @@ class Stream:
         self._prefetch_slabs = prefetch_slabs
 
     @classmethod
-    def open(cls, run: Run, cursors: Cursors, world_size: int, *, reserved_cpus: float = 0.0) -> Stream:
+    def open(cls, run: Run, cursors: Cursors, world_size: int) -> Stream:
         """Starts the server actor in this process's ownership: when this process ends, so does the stream.
 
         Args:
             run: the prepared run.
             cursors: the plan before the first window wanted.
             world_size: ranks that will consume it, all of them at the same time.
-            reserved_cpus: logical CPUs that tokenization must leave alone (trainers hold them).
 
         Raises:
             ResourceError: the cluster lacks the CPUs.
@@ -222,7 +218,7 @@ class Stream:
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         server: Any = _Server.options(  # type: ignore[attr-defined]
             name=name, scheduling_strategy=here
-        ).remote(run, cursors, world_size, reserved_cpus)
+        ).remote(run, cursors, world_size)
         return cls(server, name, run.config.resources.prefetch_slabs)
 
     @classmethod

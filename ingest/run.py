@@ -68,9 +68,24 @@ class Run:
         """
         storage = Storage(config.storage)
         tokenizer = Tokenizer.load(config.tokenizer, storage.read_bytes)
-        return cls(
-            config, storage, tokenizer, load_manifest(config, storage, tokenizer.encode, progress, rebuild=rebuild)
-        )
+        manifest = load_manifest(config, storage, tokenizer.encode, progress, rebuild=rebuild)
+        run = cls(config, storage, tokenizer, manifest)
+        tokenizer.verify(run.first_documents())
+        if progress and config.tokenizer.backend == "auto" and tokenizer.backend_name != "tiktoken":
+            progress(f"tokenizer backend: {tokenizer.backend_name}, as {tokenizer.backend_reason}")
+        return run
+
+    def first_documents(self) -> list[str]:
+        """The first documents of every source, for the parity check of the fast tokenizer on the user's own text."""
+        texts: list[str] = []
+        for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
+            unit, column = source.unit(0), settings.text_column
+            expect = (unit.size_bytes, unit.footer_hash)
+            documents = read_documents(
+                self.storage, unit.path, unit.row_group, column, expect, batch_rows=64, request_bytes=1 << 18
+            )
+            texts += [text for text in next(documents).to_pylist() if text]
+        return texts
 
     @cached_property
     def window_tokens(self) -> int:

@@ -79,8 +79,7 @@ def _joined_stream(run: Run, position: Position) -> Stream:
     context = ray.train.get_context()
     stream = None
     if context.get_world_rank() == 0:
-        reserved = float(context.get_world_size())  # one logical CPU each, as jobs/pretrain.py asks for
-        stream = Stream.open(run, position.cursors, context.get_world_size(), reserved_cpus=reserved)
+        stream = Stream.open(run, position.cursors, context.get_world_size())
     told = broadcast_from_rank_zero((stream.name, position.step, position.digest) if stream else None)
     name, step, digest = told
     if (step, digest) != (position.step, position.digest):

@@ -19,9 +19,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ingest.errors import DataError
 from ingest.packing import Packing, concat
 from ingest.plan import Cursors, document_order, row_order
 from ingest.slab import IntArray, Prefix, Rows, Slab, TokenArray, row_digests
+from ingest.tokenizer import DocumentError
 
 ENCODE_BYTES = (
     1 << 20
@@ -150,7 +152,7 @@ def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: 
             usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
             skipped += len(texts) - len(usable)
             for some in _chunks(texts, usable):
-                flat, counts = encode(texts.take(pa.array(some)).to_pylist())
+                flat, counts = _encode(encode, texts.take(pa.array(some)).to_pylist(), unit, some + first_row)
                 tokens.append(flat)
                 lengths.append(counts)
                 units.append(np.full(len(some), index, np.int64))
@@ -159,6 +161,14 @@ def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: 
     return Documents(
         np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
     )
+
+
+def _encode(encode: Encode, texts: list[str], unit: UnitSpec, rows: IntArray) -> tuple[TokenArray, IntArray]:
+    try:
+        return encode(texts)
+    except DocumentError as error:
+        where = f"{unit.path} row group {unit.row_group} row {rows[error.index]}"
+        raise DataError(f"{where}: {error}") from None
 
 
 def _chunks(texts: pa.Array, usable: IntArray) -> Iterator[IntArray]:
