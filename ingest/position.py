@@ -11,6 +11,7 @@ The fingerprint is everything that decides order and content. A position is refu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class Position:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; ``from_dict`` takes them back."""
-        names = list(self.fingerprint["sources"])
+        names = _source_names(self.fingerprint)
         return {
             "version": VERSION,
             "step": self.step,
@@ -97,22 +98,23 @@ class Position:
         """Reads what ``to_dict`` gave.
 
         Raises:
-            ResumeError: a field is missing, of the wrong type, negative, or of another version.
+            ResumeError: a field is missing, of the wrong type, negative, of another version, or contradicts another.
         """
         try:
             if value["version"] != VERSION:
                 raise ResumeError(
                     f"position version must be {VERSION}; got {value['version']}: use the release that wrote it"
                 )
+            names = _source_names(_plain(value["fingerprint"]))
             position = cls(
                 step=_natural(value["step"]),
                 offset=_natural(value["offset"]),
                 cursors=_cursors_from_json(value["cursors"]),
-                base=_counts_from_json(value["window_start"]),
-                counts=_counts_from_json(value),
+                base=_counts_from_json(value["window_start"], names),
+                counts=_counts_from_json(value, names),
                 fingerprint=value["fingerprint"],
             )
-            consistent = (position.rows, position.padding) == (value["rows"], value["padding"])
+            consistent = position._consistent() and all(value[name] == own for name, own in position.to_dict().items())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__} {error}"
             raise ResumeError(
@@ -120,9 +122,16 @@ class Position:
             ) from None
         if not consistent:
             raise ResumeError(
-                f"position contradicts itself; got rows {value['rows']} at step {position.step}: use another checkpoint"
+                f"position must agree with itself; got fields at step {position.step} that contradict each other: "
+                "use another checkpoint"
             )
         return position
+
+    def _consistent(self) -> bool:
+        """Whether the counts can be those of one stream of these sources."""
+        num_sources = len(self.fingerprint["sources"])
+        fits = len(self.cursors.sources) == num_sources and self.padding >= 0
+        return fits and all(counts.tokens == sum(counts.source_tokens) for counts in (self.base, self.counts))
 
     def to_json(self) -> str:
         """Indented JSON."""
@@ -190,10 +199,16 @@ def _counts_to_json(counts: Counts, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _counts_from_json(value: Any) -> Counts:
-    per_source = tuple(_natural(tokens) for tokens in value["source_tokens"].values())
+def _source_names(fingerprint: Fingerprint) -> list[str]:
+    """In the config's order, which a store that sorts the keys of JSON loses."""
+    sources = fingerprint["sources"]
+    return sorted(sources, key=lambda name: _natural(sources[name]["index"]))
+
+
+def _counts_from_json(value: Any, names: list[str]) -> Counts:
+    per_source = tuple(_natural(value["source_tokens"][name]) for name in names)
     digest = value["digest"]
-    if len(digest) != 16:
+    if not re.fullmatch("[0-9a-f]{16}", digest):
         raise ValueError(f"digest {digest!r}")
     tokens, documents, skipped = (_natural(value[name]) for name in ("tokens", "documents", "skipped"))
     return Counts(tokens, documents, skipped, per_source, int(digest, 16))
@@ -209,6 +224,16 @@ def _cursors_from_json(value: Any) -> Cursors:
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a count is due")
+    return value
+
+
+def _plain(value: Any, depth: int = 8) -> Any:
+    """The value, refused where it is not shallow mappings of plain values, as every fingerprint is."""
+    if isinstance(value, Mapping) and depth:
+        for item in value.values():
+            _plain(item, depth - 1)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"a fingerprint that holds {type(value).__name__}")
     return value
 
 
