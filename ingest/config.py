@@ -36,7 +36,8 @@ class SourceConfig:
         path: a file, a directory (searched for ``*.parquet``), a glob (``**`` allowed), or a list of these; a local
             path or a URI (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``).
         text_column: the column that holds one document a row.
-        weight: share of the tokens, relative to the other sources' weights. None: as large as the source is.
+        weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
+            large as the source is.
     """
 
     __pydantic_config__ = _STRICT
@@ -217,6 +218,10 @@ class IngestConfig:
         names = [source.name for source in self.sources]
         _require(bool(names), "sources must name at least one source", names, "add one with a name and a path")
         _require(len(set(names)) == len(names), "sources.name must be unique", names, "rename one")
+        weights = [source.weight for source in self.sources]
+        mixed = None in weights and any(weight is not None for weight in weights)
+        rule = "sources.weight must be set for every source or for none"
+        _require(not mixed, rule, weights, "a share has no meaning beside a size: set the missing ones")
         _require(1 <= self.lanes <= 65536, "lanes must be 1 to 65536", self.lanes, "try 8")
         multiple = self.global_batch_rows >= 1 and self.global_batch_rows % self.lanes == 0
         near = max(1, round(self.global_batch_rows / self.lanes)) * self.lanes
@@ -264,7 +269,7 @@ class IngestConfig:
             raise ConfigError(f"config {path} cannot be read; {error}: name an existing YAML file") from None
         try:
             settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-99-99
             where = " ".join(str(error).split())
             raise ConfigError(f"config {path} must be YAML; {where}: mend that line") from None
         try:
@@ -306,7 +311,8 @@ def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
 def _first_problem(error: ValidationError) -> str:
     """One line for pydantic's first complaint: the key's path, the rule, the value, and the nearest known key."""
     problem = error.errors(include_url=False)[0]
-    where = [part for part in problem["loc"] if not (isinstance(part, str) and part.startswith(("tuple[", "literal[")))]
+    where = [part for part in problem["loc"] if not str(part).startswith(("tuple[", "literal["))]
+    where = where[:-1] if where[-1:] in (["str"], ["int"]) else where  # which member of a union was tried first
     key = ".".join(map(str, where)) or "config"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = [item.name for owner in _OWNERS for item in dataclasses.fields(owner)]
