@@ -8,11 +8,12 @@ which window is missing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -99,7 +100,7 @@ class Loader:
         self._device = None if device is None else torch.device(device)
         self._connect = connect or _own_stream
         self._position = self.run.start()
-        self._iterating: Iterator[Step] | None = None
+        self._iterating: Generator[Step, None, None] | None = None
 
     @property
     def position(self) -> Position:
@@ -126,16 +127,23 @@ class Loader:
         self._position = position
 
     def __iter__(self) -> Iterator[Batch]:
-        for step in self.steps():
-            yield Batch.from_rows(step.rows, step.position, self._device)
+        with contextlib.closing(self.steps()) as iterating:  # so that leaving the loop frees the CPUs
+            for step in iterating:
+                yield Batch.from_rows(step.rows, step.position, self._device)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Generator[Step, None, None]:
         """Like iterating, with the rows as they travelled and their addresses instead of tensors."""
         self.close()
         self._iterating = self._steps()
         return self._iterating
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Generator[Step, None, None]:
+        try:
+            yield from self._streamed()
+        finally:
+            self._iterating = None
+
+    def _streamed(self) -> Generator[Step, None, None]:
         began = time.perf_counter()
         self.timing = Timing()
         stream = self._connect(self.run, self._position)
@@ -149,7 +157,6 @@ class Loader:
         finally:
             feed.close()
             stream.leave(self._lanes.rank)
-            self._iterating = None
 
     def _time(self, began: float) -> None:
         elapsed = time.perf_counter() - began
@@ -161,7 +168,7 @@ class Loader:
         """Ends the iteration, if there is one, and frees its CPUs; the position stays. Safe to call twice."""
         iterating, self._iterating = self._iterating, None
         if iterating is not None:
-            iterating.close()  # type: ignore[attr-defined]
+            iterating.close()
 
     def __enter__(self) -> Loader:
         return self
