@@ -1,6 +1,7 @@
 # Two set-up commands: `make train` and `make test`. Each makes .venv first if it is missing or out of date.
 
 PYTHON ?= python3
+NAME ?= sample
 ARGS ?=
 BIN := .venv/bin
 
@@ -9,13 +10,14 @@ BIN := .venv/bin
 
 help:
 	@echo "make train [ARGS=...]  write the sample corpus and train a small GPT on it (resumes where it stopped)"
-	@echo "make test              run the tests"
+	@echo "make test [ARGS=...]   run the tests"
 	@echo "make check             check format, lint and types"
 	@echo "PYTHON=python3.12      with any of these: the interpreter that .venv is made with"
+	@echo "NAME=other             with train: a run of another name starts from step 0"
 
 train: .venv/.installed
 	$(BIN)/ingest sample data/sample
-	$(BIN)/python -m jobs.pretrain --config data/sample/run.yaml --storage runs --name sample $(ARGS)
+	$(BIN)/python -m jobs.pretrain --config data/sample/run.yaml --storage runs --name $(NAME) --max-steps 250 $(ARGS)
 
 test: .venv/.installed
 	$(BIN)/pytest $(ARGS)

@@ -132,6 +132,7 @@ def _plan(options: Any) -> None:
 
 
 def _stream(options: Any) -> None:
+    from ingest.ceiling import ceiling
     from ingest.drain import drain
     from ingest.run import Run
 
@@ -147,6 +148,8 @@ def _stream(options: Any) -> None:
             record=lines.write,
             progress=_progress(options),
         )
+    if options.ceiling:
+        figures |= ceiling(run, figures["tokens_per_s"])
     if options.state_out is not None:
         run.storage.write_bytes(str(options.state_out.absolute()), end.to_json().encode())
     _print(options, figures)
