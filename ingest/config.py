@@ -222,11 +222,6 @@ class IngestConfig:
         mixed = None in weights and any(weight is not None for weight in weights)
         rule = "sources.weight must be set for every source or for none"
         _require(not mixed, rule, weights, "a share has no meaning beside a size: set the missing ones")
-        weighted = [source.name for source in self.sources if source.weight is not None]
-        all_or_none = len(weighted) in (0, len(names))
-        _require(
-            all_or_none, "all sources must have a weight, or none", weighted, "weight the others too, or remove these"
-        )
         _require(1 <= self.lanes <= 65536, "lanes must be 1 to 65536", self.lanes, "try 8")
         multiple = self.global_batch_rows >= 1 and self.global_batch_rows % self.lanes == 0
         near = max(1, round(self.global_batch_rows / self.lanes)) * self.lanes
