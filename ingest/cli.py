@@ -7,15 +7,17 @@ Figures go to standard output, everything else to standard error. Exit codes: 0 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ingest.config import IngestConfig
-from ingest.errors import IngestError, ResumeError
+from ingest.errors import ConfigError, IngestError, ResumeError, StorageError
 from ingest.position import MAX_BYTES, Position
 
 
@@ -126,6 +128,7 @@ def _plan(options: Any) -> None:
     from ingest.forecast import forecast
     from ingest.run import Run
 
+    _require_positive("--step-time", options.step_time)
     _print(
         options, forecast(Run.prepare(IngestConfig.from_yaml(options.config), _progress(options)), options.step_time)
     )
@@ -136,6 +139,9 @@ def _stream(options: Any) -> None:
     from ingest.drain import drain
     from ingest.run import Run
 
+    _require_positive("--steps", options.steps)
+    if options.state_out is not None:
+        _require_writable(options.state_out)
     config = IngestConfig.from_yaml(options.config)
     position = None if options.resume is None else read_position(options.resume)
     run = Run.prepare(config, _progress(options))
@@ -153,6 +159,22 @@ def _stream(options: Any) -> None:
     if options.state_out is not None:
         run.storage.write_bytes(str(options.state_out.absolute()), end.to_json().encode())
     _print(options, figures)
+
+
+def _require_positive(option: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"{option} must be > 0; got {value}: set it to 1 or more")
+
+
+def _require_writable(path: Path) -> None:
+    """Tries the place of a file that is written at the end of a run, when it would be too late to find out."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise StorageError(f"{path} must be writable; {error}: name another file") from None
 
 
 def read_position(path: Path) -> Position:
@@ -181,8 +203,6 @@ class _Lines:
         try:
             self._file = None if self._path is None else self._path.open("w", encoding="utf-8", buffering=1)
         except OSError as error:
-            from ingest.errors import StorageError
-
             raise StorageError(f"{self._path} must be writable; {error}: name another file") from None
         return self
 
