@@ -220,8 +220,13 @@ def _binary(array: npt.NDArray[Any]) -> pa.Array:
 
 
 def _view(column: pa.ChunkedArray) -> npt.NDArray[np.uint8]:
-    value = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    return np.frombuffer(value[0].as_buffer(), np.uint8)
+    """The bytes of the only value, in place: a scalar's ``as_buffer`` would be a copy."""
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    _, offsets, data = array.buffers()
+    start, stop = np.frombuffer(offsets, np.int64)[array.offset : array.offset + 2].tolist()
+    view = np.frombuffer(data, np.uint8, stop - start, start) if stop > start else np.zeros(0, np.uint8)
+    view.flags.writeable = False
+    return view
 
 
 def row_digests(rows: Rows, windows_B: IntArray, indexes_B: IntArray) -> npt.NDArray[np.uint64]:
