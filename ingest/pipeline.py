@@ -46,6 +46,8 @@ SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come fr
 def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
 
+    ``RAY_ADDRESS`` names the cluster; ``local`` starts one even where another runs on this machine.
+
     Args:
         config: its ``resources`` say what tokenization needs.
         extra_cpus: logical CPUs that others need at the same time (trainers).
@@ -53,9 +55,11 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    with contextlib.suppress(ConnectionError):
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
-        return
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        with contextlib.suppress(ConnectionError):
+            ray.init(address=address, **quiet)
+            return
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
     cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
@@ -144,9 +148,10 @@ class _Actor:
 class _Server:
     """Builds the legs of one stream, hands out each rank's iterator, and exits when every rank has left."""
 
-    def __init__(self, run: Run, cursors: Cursors, world_size: int) -> None:
+    def __init__(self, run: Run, cursors: Cursors, world_size: int, leg_windows: int) -> None:
         self._run = run
         self._world_size = world_size
+        self._leg_windows = leg_windows
         self._specs = run.specs(cursors)
         self._leg = -1
         self._iterators: list[Any] = []
@@ -161,7 +166,7 @@ class _Server:
     def iterator(self, leg: int, rank: int) -> Any:
         """The iterator of one rank over a leg; None behind the last one. Ranks ask for legs in order."""
         if leg > self._leg:
-            specs = list(itertools.islice(self._specs, LEG_WINDOWS))
+            specs = list(itertools.islice(self._specs, self._leg_windows))
             self._iterators = self._split(specs) if specs else [None] * self._world_size
             self._leg = leg
         return self._iterators[rank]
@@ -202,13 +207,14 @@ class Stream:
         self._prefetch_slabs = prefetch_slabs
 
     @classmethod
-    def open(cls, run: Run, cursors: Cursors, world_size: int) -> Stream:
+    def open(cls, run: Run, cursors: Cursors, world_size: int, *, leg_windows: int = LEG_WINDOWS) -> Stream:
         """Starts the server actor in this process's ownership: when this process ends, so does the stream.
 
         Args:
             run: the prepared run.
             cursors: the plan before the first window wanted.
             world_size: ranks that will consume it, all of them at the same time.
+            leg_windows: windows of one Ray Data execution; it changes no row.
 
         Raises:
             ResourceError: the cluster lacks the CPUs.
@@ -218,7 +224,7 @@ class Stream:
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         server: Any = _Server.options(  # type: ignore[attr-defined]
             name=name, scheduling_strategy=here
-        ).remote(run, cursors, world_size)
+        ).remote(run, cursors, world_size, leg_windows)
         return cls(server, name, run.config.resources.prefetch_slabs)
 
     @classmethod

@@ -30,7 +30,7 @@ from ingest.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 CPUS = 4  # logical CPUs of the shared Ray, more than the tests' machine need have
-WORDS = (*"the of a row token window lane step = ( ) : . return import def 0 1 42 and or".split(), "\n    ", "")
+WORDS = ("the", "of", "row", "token", "window", "step", "=", "(", ")", ":", "return", "def", "0", "42", "\n    ", "")
 
 hypothesis.settings.register_profile("ingest", deadline=None, database=None)
 hypothesis.settings.load_profile("ingest")
