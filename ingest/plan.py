@@ -8,9 +8,9 @@ Guarantees: within an epoch of a source every unit is in exactly one window; the
 every machine and library version (see ``permutation``). Cost: about 3 µs a unit, and one permutation an epoch and
 source (0.1 s for a million units).
 
-The epoch that closes a window is that of the *leading* source, the one whose passes take longest at the given weights;
-with one source it is simply the source's. Smaller sources turn over inside windows, so a tiny source that repeats often
-cannot shred the windows of a large one.
+The epoch that closes a window is that of the *leading* source, the one whose passes take longest at the given weights,
+or the largest of those, since by default all take equally long; with one source it is simply the source's. Smaller
+sources turn over inside windows, so a tiny source that repeats often cannot shred the windows of a large one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,11 @@ class Plan:
         self.num_epochs = num_epochs
         self._leading = max(
             range(len(self.sources)),
-            key=lambda index: (self.sources[index].total_tokens / self.sources[index].weight, -index),
+            key=lambda index: (
+                self.sources[index].total_tokens / self.sources[index].weight,
+                self.sources[index].total_tokens,
+                -index,
+            ),
         )
         self._orders: dict[int, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
