@@ -127,7 +127,8 @@ def test_resuming_from_the_cursors_of_any_window_gives_the_remaining_windows(pla
 @given(plans)
 @settings(max_examples=60, deadline=None)
 def test_a_window_ends_where_an_epoch_of_the_leading_source_ends(plan: Plan) -> None:
-    lead = max(range(len(plan.sources)), key=lambda i: (plan.sources[i].total_tokens / plan.sources[i].weight, -i))
+    passes = [(source.total_tokens / source.weight, source.total_tokens) for source in plan.sources]
+    lead = passes.index(max(passes))
     for window in all_windows(plan):
         epochs = [unit.epoch for unit in window.units if unit.source == lead]
         assert len(set(epochs)) <= 1
@@ -183,6 +184,11 @@ def test_a_tiny_source_that_repeats_does_not_cut_windows() -> None:
     windows = list(islice(plan.windows(plan.start()), 39))
     assert {window.tokens for window in windows} == {100}
     assert windows[0].units[1::2] == tuple((1, epoch, 0) for epoch in range(5))
+
+
+def test_the_largest_of_sources_whose_passes_take_equally_long_leads() -> None:
+    plan = plan_of(("tiny", [10], 10), ("large", [10] * 20, 200), window_tokens=100)
+    assert [window.tokens for window in all_windows(plan)] == [100, 110]
 
 
 def test_weights_hold_over_an_endless_stream_of_uneven_units() -> None:
