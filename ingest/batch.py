@@ -18,7 +18,7 @@ and then its padding, which may be empty.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,36 @@ class HostLayout:
     def of(cls, cu_seqlens: Tensor, row_tokens: Tensor) -> HostLayout:
         """The layout with its two figures worked out."""
         return cls(cu_seqlens, row_tokens, int(cu_seqlens.diff().max()), int(row_tokens.sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Rows as they travel to a device.
+
+    Args:
+        narrow_BX: int16 or int32 [B, T + 1], ids with the bits of the unsigned type they came in.
+        lengths_M: int64 [M], segments of all rows, padding included; they sum to B * (T + 1).
+        documents_M: int64 [M], the number of each segment within its row, -1 for padding.
+        bits: mask that undoes the sign of an id.
+        host: what stays behind.
+    """
+
+    narrow_BX: Tensor
+    lengths_M: Tensor
+    documents_M: Tensor
+    bits: int
+    host: HostLayout
+
+    @classmethod
+    def of(cls, rows: Rows) -> Staged:
+        """Lays the segments of rows out on the host; see ``Batch.from_rows``."""
+        lengths_M, documents_M, host = _lay_out(rows.lengths_L, rows.counts_B, rows.tokens_BX.shape[1])
+        narrow_BX, bits = _narrow(rows.tokens_BX)
+        return cls(narrow_BX, lengths_M, documents_M, bits, host)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What travels: ids, lengths, documents and ``cu_seqlens``."""
+        return self.narrow_BX, self.lengths_M, self.documents_M, self.host.cu_seqlens
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +135,36 @@ class Batch:
         Raises:
             AssertionError: the rows break this contract.
         """
-        num_rows, num_columns = rows.tokens_BX.shape
-        lengths_M, documents_M, host = _lay_out(rows.lengths_L, rows.counts_B, num_columns)
-        narrow_BX, bits = _narrow(rows.tokens_BX)
-        narrow_BX, lengths_M, documents_M = narrow_BX.to(device), lengths_M.to(device), documents_M.to(device)
+        staged = Staged.of(rows)
+        return cls.widened(staged, [tensor.to(device) for tensor in staged.tensors()], position)
 
+    @classmethod
+    def widened(cls, staged: Staged, narrow: Sequence[Tensor], position: Position) -> Batch:
+        """Builds the tensors from what travelled, where it travelled to, without waiting for that device.
+
+        Args:
+            staged: the rows on the host.
+            narrow: ``staged.tensors()`` on the device.
+            position: where the stream stands after them.
+        """
+        narrow_BX, lengths_M, documents_M, cu_seqlens = narrow
+        num_rows, num_columns = narrow_BX.shape
         segments_BX = torch.repeat_interleave(lengths_M, output_size=narrow_BX.numel()).view(num_rows, num_columns)
         segments_BT = segments_BX[:, :-1]
         documents_BT = documents_M[segments_BT]
         padding_BT = documents_BT < 0
         last_BT = segments_BT != segments_BX[:, 1:]
         starts_M = (lengths_M.cumsum(0) - lengths_M) % num_columns
-        columns_T = torch.arange(num_columns - 1, device=device)
+        columns_T = torch.arange(num_columns - 1, device=narrow_BX.device)
+        bits = staged.bits
         return cls(
             input_ids=narrow_BX[:, :-1].long().bitwise_and_(bits),
             labels=narrow_BX[:, 1:].long().bitwise_and_(bits).masked_fill_(last_BT | padding_BT, IGNORE_INDEX),
             position_ids=(columns_T - starts_M[segments_BT]).masked_fill_(padding_BT, 0),
             document_ids=documents_BT,
-            cu_seqlens=host.cu_seqlens.to(device),
+            cu_seqlens=cu_seqlens,
             position=position,
-            host=host,
+            host=staged.host,
         )
 
     def split(self, rows: int) -> Iterator[Batch]:
@@ -142,6 +182,10 @@ class Batch:
             rule = "rows of a micro-batch must divide the rows of the batch"
             raise ConfigError(f"{rule}; got {rows} and {num_rows}: split into one of {fitting}")
         return (self._part(slice(first, first + rows)) for first in range(0, num_rows, rows))
+
+    def tensors(self) -> list[Tensor]:
+        """Those on the device."""
+        return [getattr(self, name) for name in _TENSORS]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on ``device``; ``non_blocking`` matters from pinned memory only."""

@@ -1,35 +1,33 @@
 """Slabs to batches on one rank, with the position of the last batch handed out.
 
 A loader is one pass from its position to the end of the stream: breaking off and iterating again goes on where the last
-batch left off. A feeder thread pulls slabs ahead, bounded in number; steps are cut and tensors made on the consumer's
-thread. Nothing waits without a limit: after ``resources.stall_timeout_s`` without a slab the loader raises and says
-which window is missing.
+batch left off. One thread pulls slabs ahead, another makes tensors and copies them to the device, both bounded in
+number; the position moves only when a batch is handed out. Nothing waits without a limit: after
+``resources.stall_timeout_s`` without a slab the loader raises and says which window is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from ingest.batch import Batch
-from ingest.config import IngestConfig
+from ingest.config import IngestConfig, ResourcesConfig
 from ingest.errors import ResourceError, ResumeError
 from ingest.lanes import Lanes, Step, steps
 from ingest.position import Position
+from ingest.prefetch import Prefetcher
+from ingest.readahead import ReadAhead
 from ingest.run import Run
 from ingest.slab import Slab
 
-_log = logging.getLogger("ingest")
-_WARN_S = 60.0
+T = TypeVar("T", Step, Batch)
 
 
 class SlabStream(Protocol):
@@ -100,7 +98,7 @@ class Loader:
         self._device = None if device is None else torch.device(device)
         self._connect = connect or _own_stream
         self._position = self.run.start()
-        self._iterating: Generator[Step, None, None] | None = None
+        self._iterating: Generator[Any, None, None] | None = None
 
     @property
     def position(self) -> Position:
@@ -127,42 +125,58 @@ class Loader:
         self._position = position
 
     def __iter__(self) -> Iterator[Batch]:
-        with contextlib.closing(self.steps()) as iterating:  # so that leaving the loop frees the CPUs
-            for step in iterating:
-                yield Batch.from_rows(step.rows, step.position, self._device)
+        prefetcher = Prefetcher(self._device, self.config.resources.prefetch_batches)
+        with contextlib.closing(self._begin(prefetcher.batches)) as batches:  # so that leaving the loop frees the CPUs
+            yield from batches
 
     def steps(self) -> Generator[Step, None, None]:
         """Like iterating, with the rows as they travelled and their addresses instead of tensors."""
-        self.close()
-        self._iterating = self._steps()
-        return self._iterating
+        return self._begin(lambda ahead: ahead)
 
-    def _steps(self) -> Generator[Step, None, None]:
+    def _begin(self, finish: Callable[[Iterator[Step]], Iterator[T]]) -> Generator[T, None, None]:
+        self.close()
+        iterating = self._handed_out(finish)
+        self._iterating = iterating
+        return iterating
+
+    def _handed_out(self, finish: Callable[[Iterator[Step]], Iterator[T]]) -> Generator[T, None, None]:
+        """Opens the stream, and notes the position of each item just before the consumer gets it."""
+        began = time.perf_counter()
+        self.timing = Timing()
         try:
-            yield from self._streamed()
+            with contextlib.closing(self._feed()) as feed:
+                eos_id, total_tokens = self.run.tokenizer.eos_id, self.config.total_tokens
+                items = finish(steps(feed, self._position, self._lanes, eos_id, total_tokens))
+                with contextlib.closing(cast("Generator[T, None, None]", items)):
+                    while (item := self._timed(items, began)) is not None:
+                        self._position = item.position
+                        yield item
         finally:
             self._iterating = None
 
-    def _streamed(self) -> Generator[Step, None, None]:
-        began = time.perf_counter()
-        self.timing = Timing()
-        stream = self._connect(self.run, self._position)
-        feed = _Feed(stream, self._lanes, self.config, self.timing)
-        try:
-            eos_id = self.run.tokenizer.eos_id
-            for step in steps(feed, self._position, self._lanes, eos_id, self.config.total_tokens):
-                self._time(began)
-                self._position = step.position
-                yield step
-        finally:
-            feed.close()
-            stream.leave(self._lanes.rank)
+    def _feed(self) -> Feed:
+        stream, rank, resources = self._connect(self.run, self._position), self._lanes.rank, self.config.resources
 
-    def _time(self, began: float) -> None:
-        elapsed = time.perf_counter() - began
-        if not self.timing.first_batch_s:
-            self.timing.first_batch_s, self.timing.wait_s = elapsed, 0.0
-        self.timing.elapsed_s = elapsed - self.timing.first_batch_s
+        def stalled(last: Slab | None) -> ResourceError:
+            after = "none yet" if last is None else f"window {last.window} lane {last.lane}"
+            limit = f"{resources.stall_timeout_s:g} s"
+            return ResourceError(
+                f"rank {rank} must get a slab within resources.stall_timeout_s; got none for {limit}, the last was "
+                f"{after}: let all ranks iterate at the same time, see the Ray logs, or raise the limit"
+            )
+
+        return Feed(stream, rank, resources, stalled)
+
+    def _timed(self, items: Iterator[T], began: float) -> T | None:
+        asked = time.perf_counter()
+        item = next(items, None)
+        now, timing = time.perf_counter(), self.timing
+        if item is not None and not timing.first_batch_s:
+            timing.first_batch_s = now - began
+        else:
+            timing.wait_s += now - asked
+            timing.elapsed_s = now - began - timing.first_batch_s
+        return item
 
     def close(self) -> None:
         """Ends the iteration, if there is one, and frees its CPUs; the position stays. Safe to call twice."""
@@ -186,66 +200,21 @@ def _own_stream(run: Run, position: Position) -> SlabStream:
     return Stream.open(run, position.cursors, world_size=1)
 
 
-class _Feed:
-    """Slabs pulled ahead by a thread, at most ``resources.prefetch_slabs`` beyond those that make a window."""
+class Feed(ReadAhead[Slab]):
+    """A rank's slabs, at most ``resources.prefetch_slabs`` ahead; leaves the stream when closed."""
 
-    def __init__(self, stream: SlabStream, lanes: Lanes, config: IngestConfig, timing: Timing) -> None:
-        self._timing = timing
-        self._limit_s = config.resources.stall_timeout_s
-        self._rank = lanes.rank
-        self._queue: queue.Queue[Slab | BaseException | None] = queue.Queue(config.resources.prefetch_slabs)
-        self._closed = threading.Event()
-        self._after = "none yet"
-        self._thread = threading.Thread(
-            target=self._fill, args=(stream,), name=f"ingest-rank-{lanes.rank}", daemon=True
-        )
-        self._thread.start()
-
-    def _fill(self, stream: SlabStream) -> None:
-        try:
-            for slab in stream.slabs(self._rank):
-                if not self._put(slab):
-                    return
-            self._put(None)
-        except BaseException as error:  # raised again by __next__, on the consumer's thread
-            self._put(error)
-
-    def _put(self, item: Slab | BaseException | None) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def __iter__(self) -> Iterator[Slab]:
-        return self
-
-    def __next__(self) -> Slab:
-        began = time.perf_counter()
-        item = self._get()
-        self._timing.wait_s += time.perf_counter() - began
-        if item is None:
-            raise StopIteration
-        if isinstance(item, BaseException):
-            raise item
-        self._after = f"window {item.window} lane {item.lane}"
-        return item
-
-    def _get(self) -> Slab | BaseException | None:
-        waited = 0.0
-        while waited < self._limit_s:
-            pause = min(_WARN_S, self._limit_s - waited)
-            try:
-                return self._queue.get(timeout=pause)
-            except queue.Empty:
-                waited += pause
-                _log.warning("rank %d has waited %.0f s for a slab; the last was %s", self._rank, waited, self._after)
-        raise ResourceError(
-            f"rank {self._rank} must get a slab within resources.stall_timeout_s; got none for {self._limit_s:g} s, "
-            f"the last was {self._after}: let all ranks iterate at the same time, see the Ray logs, or raise the limit"
-        )
+    def __init__(
+        self,
+        stream: SlabStream,
+        rank: int,
+        resources: ResourcesConfig,
+        stalled: Callable[[Slab | None], ResourceError],
+    ) -> None:
+        self._stream, self._rank = stream, rank
+        name = f"ingest-rank-{rank}"
+        super().__init__(stream.slabs(rank), resources.prefetch_slabs, name, resources.stall_timeout_s, stalled)
 
     def close(self) -> None:
-        self._closed.set()
+        """Ends the thread and leaves the stream."""
+        super().close()
+        self._stream.leave(self._rank)

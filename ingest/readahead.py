@@ -1,0 +1,98 @@
+"""A bounded queue filled by a thread: the one place where something is read ahead of its consumer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_log = logging.getLogger("ingest")
+WARN_S = 60.0
+
+
+class _End:
+    """What the thread puts last: the error that ended the items, or None."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class ReadAhead(Generic[T]):
+    """Iterates over ``items`` on a thread of its own, at most ``depth`` ahead.
+
+    Args:
+        items: consumed on the thread; what it raises is raised by ``__next__``.
+        depth: items ready at most.
+        name: of the thread.
+        limit_s: seconds without an item after which ``stalled`` is raised; None leaves waiting to whoever makes the
+            items.
+        stalled: makes that error, from the last item or None.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[T],
+        depth: int,
+        name: str,
+        limit_s: float | None = None,
+        stalled: Callable[[T | None], Exception] = lambda _: TimeoutError(),
+    ) -> None:
+        self._queue: queue.Queue[T | _End] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._limit_s = limit_s
+        self._stalled = stalled
+        self._last: T | None = None
+        self._thread = threading.Thread(target=self._fill, args=(items,), name=name, daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        item = self._get()
+        if isinstance(item, _End):
+            self._closed.set()
+            raise item.error or StopIteration
+        self._last = item
+        return item
+
+    def close(self) -> None:
+        """Lets the thread end after its current item, which is dropped, and wakes a consumer that waits."""
+        self._closed.set()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(_End(None))
+
+    def _get(self) -> T | _End:
+        waited = 0.0
+        while self._limit_s is None or waited < self._limit_s:
+            pause = WARN_S if self._limit_s is None else min(WARN_S, self._limit_s - waited)
+            try:
+                return self._queue.get(timeout=pause)
+            except queue.Empty:
+                waited += pause
+                if self._limit_s is not None:
+                    _log.warning("%s has waited %.0f s; %s", self._thread.name, waited, self._stalled(self._last))
+        raise self._stalled(self._last)
+
+    def _fill(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+            self._put(_End(None))
+        except BaseException as error:  # raised again by __next__, on the consumer's thread
+            self._put(_End(error))
+
+    def _put(self, item: T | _End) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
