@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ingest.config import IngestConfig
+from ingest.errors import ResumeError
 from ingest.manifest import Manifest, find_manifest, load_manifest
 from ingest.parquet import read_documents
 from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
@@ -169,9 +170,15 @@ class Run:
         """Refuses a position of other data or settings.
 
         Raises:
-            ResumeError: lists every field that differs, and for data the files.
+            ResumeError: lists every field that differs, and for data the files; or the position lies beyond the data.
         """
         position.require(self.fingerprint, self._explain(position))
+        for source, cursor in zip(self.plan.sources, position.cursors.sources, strict=True):
+            if cursor.unit >= len(source.unit_tokens):
+                raise ResumeError(
+                    f"position must lie within the data; got unit {cursor.unit} of source {source.name}, which has "
+                    f"{len(source.unit_tokens)}: use another checkpoint"
+                )
 
     def specs(self, cursors: Cursors) -> Iterator[WindowSpec]:
         """What actors need for each window from ``cursors`` on."""
