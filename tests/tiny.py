@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ingest.lanes import Lanes, Step, steps
 from ingest.plan import Cursors, Plan, PlanSource
@@ -102,3 +104,28 @@ def documents_of(window: Window) -> list[tuple[int, int, int, int]]:
         )
         for d in sorted(whole)
     ]
+
+
+@cache
+def tokenizer_json() -> str:
+    """A byte-level BPE of 280 tokens, trained in a few milliseconds, that ends documents with <|endoftext|>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    built.train_from_iterator(["the cat sat on the mat", "the hat that the cat had"] * 3, trainer)
+    return built.to_str()
+
+
+def write_parquet(path: Path, texts: Sequence[str | None], column: str = "text", **options: object) -> Path:
+    """Writes one document a row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({column: pa.array(texts, pa.string())}), path, **options)
+    return path
