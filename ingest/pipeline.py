@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import pickle
+import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,7 @@ from ingest.slab import Slab
 from ingest.window import WindowSpec
 
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
+CONNECT_S = 10.0
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
 
 
@@ -51,19 +53,39 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     Args:
         config: its ``resources`` say what tokenization needs.
         extra_cpus: logical CPUs that others need at the same time (trainers).
+
+    Raises:
+        ResourceError: ``RAY_ADDRESS`` names a cluster that cannot be reached.
     """
     if ray.is_initialized():
         return
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address not in ("local", "auto"):
+        _require_listener(address)
     if address != "local":
         with contextlib.suppress(ConnectionError):
-            ray.init(address=address, **quiet)
+            ray.init(address=address or "auto", **quiet)
             return
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        if address:
+            raise ResourceError(
+                f"RAY_ADDRESS must name a running cluster; got {address}: start it, or unset RAY_ADDRESS"
+            )
     need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
     cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+
+
+def _require_listener(address: str) -> None:
+    """Refuses an address that nobody listens at; Ray itself would try for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ResourceError(
+            f"RAY_ADDRESS must name a running cluster; got {address}, {error}: start it, or unset RAY_ADDRESS"
+        ) from None
 
 
 def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> None:
