@@ -9,6 +9,7 @@ of a step is averaged over the labels of the global batch, whatever ranks or mic
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -148,7 +149,8 @@ def run(options: argparse.Namespace) -> int:
             ),
         ).fit()
     report(result, time.perf_counter() - began)
-    print(f"resume with      python -m jobs.pretrain {' '.join(options.arguments)}")
+    again = options.arguments + (["--max-steps", str(2 * options.max_steps)] if options.max_steps else [])
+    print(f"{'go on with':<16} python -m jobs.pretrain {shlex.join(again)}")
     return 0
 
 

@@ -39,7 +39,7 @@ class Progress:
         now, steps = self._loader.position, self._loader.position.step - self._start.step
         rate, waiting = self._rates()
         return {
-            "steps_now": steps,
+            "steps": steps,
             "first_loss": self._losses[0] if self._losses else None,
             "last_loss": sum(self._losses[-10:]) / len(self._losses[-10:]) if self._losses else None,
             "tokens_per_s": rate,
