@@ -384,8 +384,9 @@ def test_total_tokens_end_the_stream_and_stay_at_the_end(run: Run, positions: li
     config = replace(run.config, epochs=None, total_tokens=positions[4].tokens)
     endless = replace(run, config=config)
     loader = Loader(config, run=endless, connect=Connector())
-    assert [step.position.tokens for step in loader.steps()] == [position.tokens for position in positions[:5]]
-    assert list(loader.steps()) == []
+    tokens = [step.position.tokens for step in islice(loader.steps(), 9)]
+    assert tokens == [position.tokens for position in positions[:5]]
+    assert next(loader.steps(), None) is None
 
 
 def test_waits_are_measured_after_the_first_batch(run: Run) -> None:
