@@ -200,13 +200,14 @@ class _Server:
         context.print_on_execution_start = False
         context.target_max_block_size = 1
         context.execution_options.preserve_order = True
-        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs))
+        cpus = {"num_cpus": resources.cpus_per_actor}  # the same for both, or Ray does not fuse them
+        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), ray_remote_args=cpus)
         slabs = dataset.map_batches(
             _Actor,
             fn_constructor_args=(self._run.maker,),
             batch_size=None,
             batch_format="pyarrow",
-            num_cpus=resources.cpus_per_actor,
+            **cpus,
             compute=ray.data.ActorPoolStrategy(
                 min_size=min(resources.min_actors, len(specs)), max_size=min(resources.max_actors, len(specs))
             ),
@@ -287,7 +288,7 @@ def translated(error: BaseException) -> IngestError:
         if item is None or item in seen:
             continue
         if isinstance(item, IngestError):
-            return type(item)(*item.args) if not isinstance(item, ray.exceptions.RayError) else _bare(item)
+            return _bare(item)
         seen.append(item)
         queue += [getattr(item, "cause", None), item.__cause__, item.__context__]
     words = " ".join(str(error).split())
@@ -295,5 +296,7 @@ def translated(error: BaseException) -> IngestError:
 
 
 def _bare(error: IngestError) -> IngestError:
+    """The error without Ray's wrapper class, and without the lines that Ray Data adds below its message."""
     cause: Any = getattr(error, "cause", error)
-    return cause if isinstance(cause, IngestError) else error
+    bare = cause if isinstance(cause, IngestError) else error
+    return type(bare)(*str(bare).splitlines()[:1])
