@@ -174,6 +174,11 @@ def test_a_tail_counts_the_share_of_the_other_sources() -> None:
     assert [unit.source for unit in all_windows(plan)[1].units][-1] == 0
 
 
+def test_a_tail_that_the_other_sources_fill_to_half_a_window_is_a_window() -> None:
+    plan = plan_of(("a", [10] * 8, 1), ("b", [10] * 8, 1), window_tokens=60)
+    assert [window.tokens for window in all_windows(plan)] == [60, 60, 30, 10]
+
+
 def test_an_epoch_of_the_leading_source_closes_a_window_under_its_target() -> None:
     windows = all_windows(plan_of(("a", [10] * 5, 1), window_tokens=1000, num_epochs=3))
     assert [(w.tokens, {unit.epoch for unit in w.units}) for w in windows] == [(50, {0}), (50, {1}), (50, {2})]

@@ -315,6 +315,18 @@ def test_auto_resolves_the_window_from_data_and_settings(folder: Path) -> None:
     assert run.fingerprint["shuffle"]["window_tokens"] == 64 * 8 * 2
 
 
+def test_each_source_is_read_by_its_own_text_column(folder: Path) -> None:
+    pq.write_table(pa.table({"body": ["the mat"], "text": ["the cat"]}), folder / "web/a.parquet")
+    run = run_of(folder, sources__1__text_column="body")
+    texts = [
+        run.tokenizer.decode(document)
+        for window in map(run.maker, run.specs(run.plan.start()))
+        for document in np.split(window.documents.tokens, np.cumsum(window.documents.lengths_D))
+    ]
+    assert texts.count("the mat<|endoftext|>") == 2
+    assert texts.count("the cat<|endoftext|>") == 1
+
+
 def test_weights_of_the_settings_become_exact_integers(folder: Path) -> None:
     run = run_of(folder, sources__0__weight=0.7, sources__1__weight=0.3)
     assert [source.weight for source in run.plan.sources] == [7, 3]
