@@ -1,11 +1,16 @@
 """One window: read, tokenize, pack, shuffle, cut into slabs. A pure function of (spec, settings, tokenizer, files).
 
+    text units   -> Documents: tokenized -> permuted, packed  ┐
+    packed units -> as the file holds them                    ┴> Filled: rows in packing order -> dealt to the lanes
+
 This is the unit of work, of shuffling, of retry and of resume: made twice, it gives the same slabs, bit for bit.
 Documents are permuted before packing, so that neighbours in a row come from all over the window, and rows after it, so
-that the pieces of a long document do not follow one another.
+that the pieces of a long document do not follow one another. A window may hold text and packed units; what the packed
+ones lack to a multiple of the lanes are rows without a document.
 
-Memory: the tokens of the window twice (as documents, as rows) plus the text of one read batch. Cost beyond the
-tokenizer: under 1 µs a piece and one hash a row.
+Memory: the tokens of the window three times while they are dealt (as documents, as filled rows, by lanes), twice after
+it, plus the text of one read batch; packed units once as Arrow read them, and by lanes. Cost beyond the tokenizer:
+under 1 µs a piece, one hash a row, and one copy of the filled rows.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ingest.errors import DataError
+from ingest.packed import PackedRows
 from ingest.packing import Packing, concat
 from ingest.plan import Cursors, document_order, row_order
 from ingest.slab import IntArray, Prefix, Rows, Slab, TokenArray, row_digests
@@ -40,6 +46,7 @@ class UnitSpec:
     row_group: int
     size_bytes: int
     footer_hash: str
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,12 @@ class WindowSettings:
 
 Encode = Callable[[list[str]], tuple[TokenArray, IntArray]]
 Read = Callable[[UnitSpec, str], Iterator[pa.Array]]
+ReadPacked = Callable[[UnitSpec], PackedRows]
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The tokenized documents of a window, in reading order.
+    """The tokenized documents of a window's text units, in reading order.
 
     Args:
         tokens: uint16 or uint32, all documents end to end, each with its eos.
@@ -104,7 +112,9 @@ class Window:
         rows: all R rows, lane by lane.
         prefix: see ``slab.Prefix``.
         documents: the documents, for provenance.
-        piece_document_L: index into ``documents`` of each piece, in the order of ``rows``.
+        packed_P: int64 [P, 2], for each row that was read packed: index into the window's units, row in its row group.
+        piece_document_L: index into ``documents`` of each piece, in the order of ``rows``; that of a piece that was
+            read packed is the number of documents plus the index into ``packed_P``.
     """
 
     spec: WindowSpec
@@ -112,6 +122,7 @@ class Window:
     rows: Rows
     prefix: Prefix
     documents: Documents
+    packed_P: IntArray
     piece_document_L: IntArray
 
     def slabs(self) -> Iterator[Slab]:
@@ -122,7 +133,26 @@ class Window:
             yield Slab(self.spec.cursors, lane, self.spec.last, rows, self.prefix)
 
 
-def make_window(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read) -> Window:
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """Rows in packing order, with what is counted of each.
+
+    Args:
+        rows: R rows.
+        tokens_RK: int64 [R, K], input tokens of each source.
+        documents_R: int64 [R], documents that begin in the row.
+        document_L: int64 [L], as ``Window.piece_document_L``, in the order of these rows.
+    """
+
+    rows: Rows
+    tokens_RK: IntArray
+    documents_R: IntArray
+    document_L: IntArray
+
+
+def make_window(
+    spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read, read_packed: ReadPacked | None = None
+) -> Window:
     """Makes a window.
 
     Args:
@@ -130,16 +160,25 @@ def make_window(spec: WindowSpec, settings: WindowSettings, encode: Encode, read
         settings: how.
         encode: texts to flat tokens and lengths, eos included (``Tokenizer.encode``).
         read: yields the text of a unit as large_string arrays, in row order.
+        read_packed: the rows of a unit that is packed; None where no unit is.
 
     Raises:
-        DataError, StorageError: from ``read`` and ``encode``, with the file named.
+        DataError, StorageError: from ``read``, ``read_packed`` and ``encode``, with the file named.
     """
     documents = _tokenize(spec, settings, encode, read)
     count = len(documents.lengths_D)
     window = spec.cursors.window
     order = document_order(count, settings.seed, window) if settings.shuffle else np.arange(count)
     packing = concat(documents.lengths_D[order], settings.sequence_length, settings.lanes)
-    return _assemble(spec, settings, documents, order, packing)
+    filled = [_fill(spec, settings, documents, order, packing)]
+    places = [np.zeros((0, 2), np.int64)]
+    for index, unit in enumerate(spec.units):
+        if unit.packed:
+            assert read_packed is not None, "a packed unit needs its reader"
+            filled.append(_take(read_packed(unit), settings, unit.source, count + sum(map(len, places))))
+            rows = np.arange(len(filled[-1].rows))
+            places.append(np.stack((np.full_like(rows, index), rows), axis=1))
+    return _deal(spec, settings, documents, np.concatenate(places), filled)
 
 
 def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read) -> Documents:
@@ -147,6 +186,8 @@ def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: 
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
     skipped = 0
     for index, unit in enumerate(spec.units):
+        if unit.packed:
+            continue
         first_row = 0
         for texts in read(unit, settings.columns[unit.source]):
             usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
@@ -179,75 +220,125 @@ def _chunks(texts: pa.Array, usable: IntArray) -> Iterator[IntArray]:
         yield from np.split(usable, cuts)
 
 
-def _assemble(
+def _fill(
     spec: WindowSpec, settings: WindowSettings, documents: Documents, order: IntArray, packing: Packing
-) -> Window:
-    """Gathers the tokens of each piece into its row, rows lane by lane, and sums up what the rows hold."""
-    num_rows, lanes, width = len(packing.counts_R), settings.lanes, settings.sequence_length + 1
-    lane_rows = num_rows // lanes
-    shuffled = row_order(num_rows, settings.seed, spec.cursors.window) if settings.shuffle else np.arange(num_rows)
-    index_R = np.empty(num_rows, np.int64)
-    index_R[shuffled] = np.arange(num_rows)  # packed row -> g
-    slot_R = index_R % lanes * lane_rows + index_R // lanes  # packed row -> place when rows lie lane by lane
-    slot_L = np.repeat(slot_R, packing.counts_R)
+) -> Filled:
+    """Gathers the tokens of each piece into its row."""
+    counts_R, num_rows, width = packing.counts_R, len(packing.counts_R), settings.sequence_length + 1
     document_L = order[packing.document_L]
-
     begins_D = np.cumsum(documents.lengths_D) - documents.lengths_D
     source_L = begins_D[document_L] + packing.start_L
     before_L = np.cumsum(packing.length_L) - packing.length_L
-    first_L = np.repeat(np.cumsum(packing.counts_R) - packing.counts_R, packing.counts_R)
-    target_L = slot_L * width + before_L - before_L[first_L]
+    first_L = np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+    target_L = np.repeat(np.arange(num_rows) * width, counts_R) + before_L - before_L[first_L]
     tokens = np.full(num_rows * width, settings.eos_id, settings.token_dtype)
     for target, source, length in zip(target_L.tolist(), source_L.tolist(), packing.length_L.tolist(), strict=True):
         tokens[target : target + length] = documents.tokens[source : source + length]
 
-    by_slot_L = np.argsort(slot_L, kind="stable")
-    counts = np.empty(num_rows, np.int32)
-    counts[slot_R] = packing.counts_R
-    rows = Rows(tokens.reshape(num_rows, width), packing.length_L[by_slot_L].astype(np.int32), counts)
-    prefix = _prefix(spec, settings, documents, packing, rows, slot_L, document_L)
-    return Window(spec, lanes, rows, prefix, documents, document_L[by_slot_L])
+    source_of_unit = np.array([unit.source for unit in spec.units], np.int64)
+    is_source_LK = source_of_unit[documents.unit_D[document_L]][:, None] == np.arange(len(settings.columns))
+    tokens_L = packing.length_L - packing.lookahead_L
+    return Filled(
+        Rows(tokens.reshape(num_rows, width), packing.length_L.astype(np.int32), counts_R.astype(np.int32)),
+        _row_sums(tokens_L[:, None] * is_source_LK, counts_R),
+        _row_sums(packing.start_L == 0, counts_R),
+        document_L,
+    )
+
+
+def _row_sums(values_L: npt.NDArray[Any], counts_R: IntArray) -> IntArray:
+    """Sums over the pieces of each row: [L, ...] -> int64 [R, ...]."""
+    total = np.concatenate((np.zeros((1, *values_L.shape[1:]), np.int64), np.cumsum(values_L, axis=0, dtype=np.int64)))
+    ends = np.cumsum(counts_R)
+    sums: IntArray = total[ends] - total[ends - counts_R]
+    return sums
+
+
+def _take(packed: PackedRows, settings: WindowSettings, source: int, first_document: int) -> Filled:
+    """Rows that were packed before, where they lie."""
+    tokens_RK = np.zeros((len(packed.rows), len(settings.columns)), np.int64)
+    tokens_RK[:, source] = packed.input_tokens_B
+    document_R = first_document + np.arange(len(packed.rows))
+    return Filled(
+        packed.rows, tokens_RK, packed.documents_B.astype(np.int64), np.repeat(document_R, packed.rows.counts_B)
+    )
+
+
+def _deal(
+    spec: WindowSpec, settings: WindowSettings, documents: Documents, packed_P: IntArray, filled: list[Filled]
+) -> Window:
+    """Fills up to a multiple of the lanes, permutes the rows, and lays them lane by lane."""
+    lanes, width, num_sources = settings.lanes, settings.sequence_length + 1, len(settings.columns)
+    missing = -sum(len(part.rows) for part in filled) % lanes
+    nothing = np.zeros(0, np.int64)
+    padding = Rows.padding(missing, width, settings.token_dtype, settings.eos_id)
+    filled = [
+        *filled,
+        Filled(padding, np.zeros((missing, num_sources), np.int64), np.zeros(missing, np.int64), nothing),
+    ]
+    ends = np.cumsum([len(part.rows) for part in filled])
+    num_rows, lane_rows = int(ends[-1]), int(ends[-1]) // lanes
+
+    shuffled = row_order(num_rows, settings.seed, spec.cursors.window) if settings.shuffle else np.arange(num_rows)
+    index_R = np.empty(num_rows, np.int64)
+    index_R[shuffled] = np.arange(num_rows)  # packed row -> g
+    slot_R = index_R % lanes * lane_rows + index_R // lanes  # packed row -> place when rows lie lane by lane
+    tokens = np.empty((num_rows, width), settings.token_dtype)
+    for part, slots in zip(filled, np.split(slot_R, ends[:-1]), strict=True):
+        tokens[slots] = part.rows.tokens_BX
+
+    def by_slot(values_R: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        joined = np.concatenate(values_R)
+        out = np.empty_like(joined)
+        out[slot_R] = joined
+        return out
+
+    counts_R = np.concatenate([part.rows.counts_B for part in filled])
+    by_slot_L = np.argsort(np.repeat(slot_R, counts_R), kind="stable")
+    lengths_L = np.concatenate([part.rows.lengths_L for part in filled])[by_slot_L]
+    document_L = np.concatenate([part.document_L for part in filled])[by_slot_L]
+    rows = Rows(tokens, lengths_L, by_slot([counts_R]))
+    tokens_RK, documents_R = (
+        by_slot([part.tokens_RK for part in filled]),
+        by_slot([part.documents_R for part in filled]),
+    )
+    prefix = _prefix(spec, settings, rows, tokens_RK, documents_R, documents.skipped)
+    return Window(spec, lanes, rows, prefix, documents, packed_P, document_L)
 
 
 def _prefix(
     spec: WindowSpec,
     settings: WindowSettings,
-    documents: Documents,
-    packing: Packing,
     rows: Rows,
-    slot_L: IntArray,
-    document_L: IntArray,
+    tokens_RK: IntArray,
+    documents_R: IntArray,
+    skipped: int,
 ) -> Prefix:
-    lanes, lane_rows, num_sources = settings.lanes, len(rows) // settings.lanes, len(settings.columns)
+    """Prefix sums by lane offset over rows that lie lane by lane."""
+    lanes, lane_rows = settings.lanes, len(rows) // settings.lanes
 
     def sums(values_R: npt.NDArray[Any], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
-        """Per-row values, rows lane by lane, to prefix sums by lane offset: [R, ...] -> [N + 1, ...]."""
+        """[R, ...] -> [N + 1, ...]."""
         by_offset = values_R.reshape(lanes, lane_rows, *values_R.shape[1:]).sum(axis=0, dtype=dtype)
         return np.concatenate(
             (np.zeros_like(by_offset, shape=(1, *by_offset.shape[1:])), by_offset.cumsum(axis=0, dtype=dtype))
         )
 
-    def per_row(values_L: IntArray) -> IntArray:
-        total = np.zeros(len(rows), np.int64)
-        np.add.at(total, slot_L, values_L)
-        return total
-
-    source_of_unit = np.array([unit.source for unit in spec.units], np.int64)
-    source_L = source_of_unit[documents.unit_D[document_L]]
-    tokens_L = packing.length_L - packing.lookahead_L
-    tokens_RK = np.stack([per_row(tokens_L * (source_L == source)) for source in range(num_sources)], axis=1)
     slot_R = np.arange(len(rows))
     index_R = slot_R % max(lane_rows, 1) * lanes + slot_R // max(lane_rows, 1)
     return Prefix(
         tokens_O=sums(tokens_RK.sum(axis=1)),
-        documents_O=sums(per_row((packing.start_L == 0).astype(np.int64))),
+        documents_O=sums(documents_R),
         source_tokens_OK=sums(tokens_RK),
         digest_O=sums(row_digests(rows, np.full(len(rows), spec.cursors.window), index_R), np.uint64),
-        skipped=documents.skipped,
+        skipped=skipped,
     )
 
 
 def document_address(window: Window, document: int) -> tuple[UnitSpec, int]:
-    """The unit and the row in its row group that a document came from."""
-    documents = window.documents
+    """The unit and the row in its row group that a document came from; of a row that was read packed, its own."""
+    documents, packed = window.documents, document - len(window.documents.lengths_D)
+    if packed >= 0:
+        unit, row = window.packed_P[packed].tolist()
+        return window.spec.units[unit], row
     return window.spec.units[int(documents.unit_D[document])], int(documents.row_D[document])
