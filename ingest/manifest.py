@@ -27,12 +27,13 @@ import xxhash
 from ingest.config import IngestConfig
 from ingest.errors import DataError, StorageError
 from ingest.index import Encode, Progress, Ticker, index_source
+from ingest.packed import PackedFormat
 from ingest.source import FileEntry, SourceManifest, UnitInfo
 from ingest.storage import FileInfo, Storage
 
 __all__ = ["FileEntry", "Manifest", "SourceManifest", "UnitInfo", "build_manifest", "find_manifest", "load_manifest"]
 
-_VERSION = 1
+_VERSION = 2
 _THREADS = 32
 _MAX_DIFF_LINES = 10
 _PROBE = ["The quick brown fox\n\tdef f(x): return x + 1"]
@@ -106,7 +107,8 @@ def build_manifest(
         progress: takes lines such as ``indexed 1200 of 3000 files``, about every 2 s and once at the end.
 
     Raises:
-        DataError: a file is not Parquet, damaged, or has no such text column; a source holds no rows.
+        DataError: a file is not Parquet, damaged, or has no such text column; a source holds no rows, or text beside
+            packed rows.
         StorageError: a path has no files, or they cannot be read.
     """
     return _build(config, storage, encode, progress or _say_nothing, _find_files(config, storage))
@@ -168,6 +170,7 @@ def _to_plain(source: SourceManifest) -> dict[str, Any]:
         "unit_row_group": source.unit_row_group.tolist(),
         "unit_rows": source.unit_rows.tolist(),
         "unit_text_bytes": source.unit_text_bytes.tolist(),
+        "packed": None if source.packed is None else source.packed.to_plain(),
     }
 
 
@@ -184,6 +187,7 @@ def _from_plain(plain: dict[str, Any]) -> SourceManifest:
         unit_text_bytes=plain["unit_text_bytes"],
         tokens_per_mib=int(plain["tokens_per_mib"]),
         warnings=tuple(map(str, plain["warnings"])),
+        packed=None if plain["packed"] is None else PackedFormat.from_plain(plain["packed"]),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ingest.config import IngestConfig
 from ingest.errors import ResumeError
 from ingest.manifest import Manifest, find_manifest, load_manifest
+from ingest.packed import PackedFormat, PackedRows, read_packed
 from ingest.parquet import read_documents
 from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
 from ingest.position import Position
@@ -37,11 +38,15 @@ class Maker:
         Raises:
             DataError, StorageError: with the file named.
         """
-        return make_window(spec, self.settings, self.tokenizer.encode, self._read)
+        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed)
 
     def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)
         return read_documents(self.storage, unit.path, unit.row_group, column, expect)
+
+    def _read_packed(self, unit: UnitSpec) -> PackedRows:
+        form, expect = (self.settings.sequence_length, self.settings.token_dtype), (unit.size_bytes, unit.footer_hash)
+        return read_packed(self.storage, unit.path, unit.row_group, form, expect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +70,27 @@ class Run:
             rebuild: read every footer again even where there is a stored manifest, and store what was found.
 
         Raises:
-            ConfigError, StorageError, DataError: a path, a column or the tokenizer is not what the config says.
+            ConfigError, StorageError, DataError: a path, a column or the tokenizer is not what the config says, or
+                packed files were made with other settings.
         """
         storage = Storage(config.storage)
         tokenizer = Tokenizer.load(config.tokenizer, storage.read_bytes)
         manifest = load_manifest(config, storage, tokenizer.encode, progress, rebuild=rebuild)
         run = cls(config, storage, tokenizer, manifest)
+        for source in manifest.sources:
+            if source.packed is not None:
+                source.packed.require(run.packed_format, source.files[0].path)
         tokenizer.verify(run.first_documents())
         if progress and config.tokenizer.backend == "auto" and tokenizer.backend_name != "tiktoken":
             progress(f"tokenizer backend: {tokenizer.backend_name}, as {tokenizer.backend_reason}")
         return run
 
     def first_documents(self) -> list[str]:
-        """The first documents of every source, for the parity check of the fast tokenizer on the user's own text."""
+        """The first documents of every text source, for the parity check of the fast tokenizer on the user's text."""
         texts: list[str] = []
         for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
+            if source.packed is not None:
+                continue
             unit, column = source.unit(0), settings.text_column
             expect = (unit.size_bytes, unit.footer_hash)
             documents = read_documents(
@@ -87,6 +98,18 @@ class Run:
             )
             texts += [text for text in next(documents).to_pylist() if text]
         return texts
+
+    @cached_property
+    def packed_format(self) -> PackedFormat:
+        """What a packed file must say of itself to stand among the sources, and what ``ingest pack`` writes."""
+        config, tokenizer = self.config, self.tokenizer
+        return PackedFormat(
+            sequence_length=config.packing.sequence_length,
+            token_dtype=str(tokenizer.token_dtype),
+            tokenizer=tokenizer.sha256,
+            eos_token=config.tokenizer.eos_token,
+            strategy=config.packing.strategy,
+        )
 
     @cached_property
     def window_tokens(self) -> int:
@@ -140,7 +163,7 @@ class Run:
                 "files": len(source.files),
                 "rows": int(source.unit_rows.sum()),
                 "tokens_per_mib": source.tokens_per_mib,
-                "text_column": settings.text_column,
+                "text_column": settings.text_column if source.packed is None else None,
                 "weight": settings.weight,
             }
             for index, (source, settings) in enumerate(zip(self.manifest.sources, config.sources, strict=True))
@@ -188,9 +211,10 @@ class Run:
         """What an actor needs for one window."""
         units = []
         for unit in window.units:
-            info = self.manifest.sources[unit.source].unit(unit.number)
+            source = self.manifest.sources[unit.source]
+            info, packed = source.unit(unit.number), source.packed is not None
             units.append(
-                UnitSpec(unit.source, unit.epoch, info.path, info.row_group, info.size_bytes, info.footer_hash)
+                UnitSpec(unit.source, unit.epoch, info.path, info.row_group, info.size_bytes, info.footer_hash, packed)
             )
         return WindowSpec(window.cursors, tuple(units), window.last)
 

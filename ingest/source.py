@@ -6,6 +6,7 @@ same wherever the files lie. Cost: 24 bytes a unit and about 300 bytes a file.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from ingest.errors import DataError
+from ingest.packed import PackedFormat
 
 
 class FileEntry(NamedTuple):
@@ -52,9 +54,10 @@ class SourceManifest:
         unit_file: int32 [units], index into ``files``.
         unit_row_group: int32 [units], index within the file.
         unit_rows: int64 [units], at least 1.
-        unit_text_bytes: int64 [units], uncompressed bytes of the text column.
-        tokens_per_mib: estimated tokens in a MiB of those bytes, at least 1.
+        unit_text_bytes: int64 [units], uncompressed bytes of the column that is read: of the text, or of packed tokens.
+        tokens_per_mib: estimated tokens in a MiB of those bytes, at least 1; 0 for a packed source, which is counted.
         warnings: what the user should know, one line each.
+        packed: how the rows of all files were packed; None for text.
 
     Raises:
         DataError: the parts do not fit each other.
@@ -68,6 +71,7 @@ class SourceManifest:
     unit_text_bytes: npt.NDArray[np.int64]
     tokens_per_mib: int
     warnings: tuple[str, ...] = ()
+    packed: PackedFormat | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
@@ -81,7 +85,7 @@ class SourceManifest:
             and bool(
                 (self.unit_row_group >= 0).all() and (self.unit_rows > 0).all() and (self.unit_text_bytes >= 0).all()
             )
-            and self.tokens_per_mib >= 1
+            and (self.tokens_per_mib >= 1 if self.packed is None else self.tokens_per_mib == 0)
         )
         if not sound:
             raise DataError(f"source {self.name}: the manifest's arrays must fit each other: run `ingest index` again")
@@ -96,17 +100,27 @@ class SourceManifest:
 
     @cached_property
     def hash(self) -> str:
-        """xxh3_128 of sizes, footer hashes, row groups, rows and text bytes in order, 32 hex digits; no paths."""
+        """xxh3_128 of sizes, footer hashes, row groups, rows and text bytes in order, 32 hex digits; no paths.
+
+        Of a packed source also of its format.
+        """
         digest = xxhash.xxh3_128()
         digest.update("".join(f"{file.size_bytes} {file.footer_hash}\n" for file in self.files).encode())
         for name in _ARRAYS:
             digest.update(getattr(self, name).astype("<i8").tobytes())
+        if self.packed is not None:
+            digest.update(json.dumps(self.packed.to_plain(), sort_keys=True).encode())
         return digest.hexdigest()
 
     @cached_property
     def unit_tokens(self) -> npt.NDArray[np.int64]:
-        """int64 [units], estimated tokens, at least 1: ``unit_text_bytes * tokens_per_mib >> 20``."""
+        """int64 [units], tokens, at least 1: estimated as ``unit_text_bytes * tokens_per_mib >> 20``.
+
+        Of a packed source exactly the places for tokens, rows times the sequence length.
+        """
         tokens: npt.NDArray[np.int64] = np.maximum(1, self.unit_text_bytes * self.tokens_per_mib >> 20)
+        if self.packed is not None:
+            tokens = self.unit_rows * self.packed.sequence_length
         tokens.setflags(write=False)
         return tokens
 
