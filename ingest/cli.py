@@ -77,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     stream.add_argument(
         "--ceiling", action="store_true", help="also time a bare loop over the tokenizer on the same files"
     )
+    pack = command("pack", _pack, "Run the same stages once and write packed Parquet that sources can name.")
+    pack.add_argument("out", metavar="OUT", help="a directory or URI without Parquet files")
     return parser
 
 
@@ -158,6 +160,25 @@ def _stream(options: Any) -> None:
         figures |= ceiling(run, figures["tokens_per_s"])
     if options.state_out is not None:
         run.storage.write_bytes(str(options.state_out.absolute()), end.to_json().encode())
+    _print(options, figures)
+
+
+def _pack(options: Any) -> None:
+    from ingest.loader import Loader
+    from ingest.pack import pack, packing_run
+    from ingest.run import Run
+
+    say = _progress(options)
+    run = Run.prepare(IngestConfig.from_yaml(options.config), say)
+    if run.config.num_epochs != 1:
+        ends = f"epochs: {run.config.epochs}" if run.config.epochs else f"total_tokens: {run.config.total_tokens}"
+        say(f"warning: {ends} is packed as it is, documents that come again too; epochs: 1 packs each document once")
+    out = options.out.rstrip("/") if "://" in options.out else str(Path(options.out).absolute())
+    rows = packing_run(run)
+    with Loader(rows.config, run=rows) as loader:
+        figures = pack(loader.steps(), run.packed_format, run.storage, out, lanes=run.config.lanes, progress=say)
+    say("to train on it, with the same tokenizer and sequence length:")
+    say(f"sources:\n  - {{name: packed, path: {json.dumps(out)}}}")
     _print(options, figures)
 
 
