@@ -50,6 +50,9 @@ class DocumentError(DataError):
         super().__init__(message)
         self.index = index
 
+    def __reduce__(self) -> tuple[type[DocumentError], tuple[str, int]]:
+        return type(self), (str(self), self.index)  # the default would forget the index
+
 
 class Tokenizer:
     """A tokenizer as a value: load it once, pickle it, encode anywhere.

@@ -68,3 +68,9 @@ def test_the_error_of_one_document_is_a_data_error() -> None:
 
 def test_every_error_of_the_package_is_in_the_public_names() -> None:
     assert [name for name in DEFINED if name not in ingest.__all__] == []
+
+
+def test_a_document_error_survives_pickling_with_its_index() -> None:
+    error = pickle.loads(pickle.dumps(DocumentError("a document must be a string; got int: name a text column", 3)))
+    assert (type(error), error.index) == (DocumentError, 3)
+    assert str(error) == "a document must be a string; got int: name a text column"
