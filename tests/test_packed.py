@@ -485,6 +485,30 @@ def run_command(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [({"epochs": 2}, "epochs: 2"), ({"total_tokens": 900}, "total_tokens: 900"), ({"epochs": 1}, None)],
+)
+def test_the_command_warns_of_documents_that_come_again_and_starts_nothing_where_out_is_taken(
+    sample: Path, tmp_path: Path, capsys, settings: dict, warning: str | None
+) -> None:
+    whole = IngestConfig.from_yaml(sample / "run.yaml").to_dict()
+    config = write_config(tmp_path / "run.yaml", **(whole | settings))
+    code, printed, said = run_command(capsys, "pack", config, sample / "rows", "--json")
+    assert (code, printed) == (2, "")
+    assert ("warning" in said) == (warning is not None)
+    assert (warning or "") in said
+    assert f"ConfigError: OUT must hold no Parquet files; {sample / 'rows'} holds" in said
+
+
+def test_a_uri_is_written_like_a_path(tmp_path: Path) -> None:
+    tiny = Tiny(CORPUS, lanes=1, global_batch_rows=1)
+    pack(tiny.steps(), FORM, LOCAL, f"file://{tmp_path}/out", lanes=2)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_packed.json", "packed-00000.parquet"]
+    with pytest.raises(ConfigError, match="OUT must hold no Parquet files"):
+        pack(tiny.steps(), FORM, LOCAL, f"file://{tmp_path}/out", lanes=2)
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(120)
 def test_pack_then_stream_at_every_world_size_and_resume(sample: Path, shared_ray, tmp_path, capsys) -> None:
