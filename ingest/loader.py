@@ -9,7 +9,9 @@ number; the position moves only when a batch is handed out. Nothing waits withou
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -194,7 +196,12 @@ class Loader:
 
 
 def _own_stream(run: Run, position: Position) -> SlabStream:
-    from ingest.pipeline import Stream, ensure_ray  # Ray is imported where it is used first
+    # Ray is imported where it is used first. In a notebook without ipywidgets the import says twice that they are
+    # missing, though nothing here uses them.
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from ingest.pipeline import Stream, ensure_ray
 
     ensure_ray(run.config)
     return Stream.open(run, position.cursors, world_size=1)
