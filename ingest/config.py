@@ -149,7 +149,7 @@ class ResourcesConfig:
     Args:
         tokenize_actors: fewest and most tokenization actors; one number means exactly that many.
         cpus_per_actor: logical CPUs that Ray reserves for each.
-        prefetch_slabs: slabs that a rank holds ready beyond the open ones, at least one a lane.
+        prefetch_windows: windows of which a rank holds its slab ready, beyond the open one.
         prefetch_batches: batches on or on their way to the device beyond the one in use.
         cluster_wait_s: seconds to wait for an autoscaler to bring the CPUs; 0 refuses at once what does not fit.
         stall_timeout_s: seconds without a slab after which the loader gives up and says which stage is short.
@@ -159,7 +159,7 @@ class ResourcesConfig:
 
     tokenize_actors: tuple[int, int] | int = (1, 8)
     cpus_per_actor: float = 1.0
-    prefetch_slabs: int = 4
+    prefetch_windows: int = 2
     prefetch_batches: int = 2
     cluster_wait_s: float = 0.0
     stall_timeout_s: float = 600.0
@@ -171,7 +171,7 @@ class ResourcesConfig:
         whole = self.cpus_per_actor < 1 or float(self.cpus_per_actor).is_integer()
         rule = "resources.cpus_per_actor must be whole or below 1 (Ray's rule)"
         _require(whole, rule, self.cpus_per_actor, "round it")
-        _require(self.prefetch_slabs >= 1, "resources.prefetch_slabs must be >= 1", self.prefetch_slabs, "try 4")
+        _require(self.prefetch_windows >= 1, "resources.prefetch_windows must be >= 1", self.prefetch_windows, "try 2")
         _require(self.prefetch_batches >= 1, "resources.prefetch_batches must be >= 1", self.prefetch_batches, "try 2")
         _require(self.cluster_wait_s >= 0, "resources.cluster_wait_s must be >= 0", self.cluster_wait_s, "try 300")
         _require(self.stall_timeout_s > 0, "resources.stall_timeout_s must be > 0", self.stall_timeout_s, "try 600")

@@ -93,7 +93,7 @@ def steps(
     """Turns a rank's slabs into its steps.
 
     Args:
-        slabs: those of ``lanes.served``, window by window, in lane order, from the window of ``start`` on.
+        slabs: the rank's, one a window, from the window of ``start`` on.
         start: where to go on.
         lanes: which rank this is.
         eos_id: fills padding rows.
@@ -106,53 +106,45 @@ def steps(
     if total_tokens is not None and start.tokens >= total_tokens:
         return
     place = start
-    window = _next_window(slabs, start.window, lanes)
-    place.verify(window[0].prefix)
-    needed, parts = lanes.lane_rows, [_Parts() for _ in window]
+    slab = _next(slabs, start.window, lanes)
+    place.verify(slab.prefix)
+    needed, parts = lanes.lane_rows, _no_parts(lanes)
     while True:
-        taken = min(needed, window[0].prefix.rows - place.offset)
-        for part, slab in zip(parts, window, strict=True):
-            part.add(slab, place.offset, taken, lanes.lanes)
+        taken = min(needed, slab.prefix.rows - place.offset)
+        for number, part in enumerate(parts):
+            part.add(slab, number, place.offset, taken, lanes)
         needed -= taken
-        place = _advanced(place, window[0], place.offset + taken)
+        offset = place.offset + taken
+        place = replace(place, offset=offset, counts=place.base + slab.prefix.at(offset))
         if needed == 0:
             place = replace(place, step=place.step + 1)
             yield _joined(parts, place)
             if total_tokens is not None and place.tokens >= total_tokens:
                 return
-            needed, parts = lanes.lane_rows, [_Parts() for _ in window]
-        elif window[0].last:
+            needed, parts = lanes.lane_rows, _no_parts(lanes)
+        elif slab.last:
             if needed < lanes.lane_rows:
-                for part, slab in zip(parts, window, strict=True):
+                for part in parts:
                     part.pad(slab, needed, eos_id)
                 yield _joined(parts, replace(place, step=place.step + 1))
             return
         else:
-            window = _next_window(slabs, place.window + 1, lanes)
-            place = replace(place, cursors=window[0].cursors, base=place.counts, offset=0)
+            slab = _next(slabs, place.window + 1, lanes)
+            place = replace(place, cursors=slab.cursors, base=place.counts, offset=0)
 
 
-def _next_window(slabs: Iterator[Slab], ordinal: int, lanes: Lanes) -> list[Slab]:
-    """The slabs of one window for this rank, each checked to be the one that must come next."""
-    window: list[Slab] = []
-    for lane in lanes.served:
-        slab = next(slabs, None)
-        where = f"rank {lanes.rank} of {lanes.world_size}"
-        if slab is None:
-            raise OrderError(
-                f"{where} must get window {ordinal} lane {lane} next; got the end: resume from the last checkpoint"
-            )
-        if (slab.window, slab.lane) != (ordinal, lane):
-            got = f"window {slab.window} lane {slab.lane}"
-            raise OrderError(
-                f"{where} must get window {ordinal} lane {lane} next; got {got}: resume from the last checkpoint"
-            )
-        window.append(slab)
-    return window
-
-
-def _advanced(place: Position, slab: Slab, offset: int) -> Position:
-    return replace(place, offset=offset, counts=place.base + slab.prefix.at(offset))
+def _next(slabs: Iterator[Slab], ordinal: int, lanes: Lanes) -> Slab:
+    """The rank's slab of one window, checked to be the one that must come next."""
+    slab = next(slabs, None)
+    due = f"rank {lanes.rank} of {lanes.world_size} must get its slab of window {ordinal} next"
+    if slab is None:
+        raise OrderError(f"{due}; got the end: resume from the last checkpoint")
+    if (slab.window, slab.rank, slab.world_size) != (ordinal, lanes.rank, lanes.world_size):
+        got = f"that of rank {slab.rank} of {slab.world_size} of window {slab.window}"
+        raise OrderError(f"{due}; got {got}: resume from the last checkpoint")
+    if len(slab.rows) != len(lanes.served) * slab.prefix.rows:
+        raise OrderError(f"{due}; got {len(slab.rows)} rows of it, it has others: resume from the last checkpoint")
+    return slab
 
 
 class _Parts:
@@ -163,17 +155,21 @@ class _Parts:
         self.windows: list[IntArray] = []
         self.indexes: list[IntArray] = []
 
-    def add(self, slab: Slab, offset: int, count: int, num_lanes: int) -> None:
+    def add(self, slab: Slab, place: int, offset: int, count: int, lanes: Lanes) -> None:
         if count:
-            self.rows.append(slab.rows.slice(offset, offset + count))
+            self.rows.append(slab.lane_rows(place, offset, offset + count))
             self.windows.append(np.full(count, slab.window))
-            self.indexes.append(np.arange(offset, offset + count) * num_lanes + slab.lane)
+            self.indexes.append(np.arange(offset, offset + count) * lanes.lanes + lanes.served[place])
 
     def pad(self, slab: Slab, count: int, eos_id: int) -> None:
         tokens_NX = slab.rows.tokens_BX
         self.rows.append(Rows.padding(count, tokens_NX.shape[1], tokens_NX.dtype, eos_id))
         self.windows.append(np.full(count, -1))
         self.indexes.append(np.full(count, -1))
+
+
+def _no_parts(lanes: Lanes) -> list[_Parts]:
+    return [_Parts() for _ in lanes.served]
 
 
 def _joined(parts: list[_Parts], place: Position) -> Step:
@@ -190,9 +186,7 @@ def step_digest(step: Step) -> int:
         0 to 2^64-1; summed over the ranks modulo 2^64 it is the difference of the positions' digests.
     """
     real = np.flatnonzero(step.window_B >= 0)
-    rows = (
-        step.rows
-        if len(real) == len(step.rows)
-        else Rows.concatenate([step.rows.slice(i, i + 1) for i in real.tolist()])
-    )
+    rows = step.rows
+    if len(real) < len(rows):  # the last step, where padding rows follow the real ones of each lane
+        rows = Rows.concatenate([rows.slice(i, i + 1) for i in real.tolist()])
     return int(row_digests(rows, step.window_B[real], step.index_B[real]).sum(dtype=np.uint64))

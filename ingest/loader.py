@@ -160,7 +160,7 @@ class Loader:
         stream, rank, resources = self._connect(self.run, self._position), self._lanes.rank, self.config.resources
 
         def stalled(last: Slab | None) -> ResourceError:
-            after = "none yet" if last is None else f"window {last.window} lane {last.lane}"
+            after = "none yet" if last is None else f"that of window {last.window}"
             limit = f"{resources.stall_timeout_s:g} s"
             return ResourceError(
                 f"rank {rank} must get a slab within resources.stall_timeout_s; got none for {limit}, the last was "
@@ -208,7 +208,7 @@ def _own_stream(run: Run, position: Position) -> SlabStream:
 
 
 class Feed(ReadAhead[Slab]):
-    """A rank's slabs, at most ``resources.prefetch_slabs`` ahead; leaves the stream when closed."""
+    """A rank's slabs, at most ``resources.prefetch_windows`` ahead; leaves the stream when closed."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Feed(ReadAhead[Slab]):
     ) -> None:
         self._stream, self._rank = stream, rank
         name = f"ingest-rank-{rank}"
-        super().__init__(stream.slabs(rank), resources.prefetch_slabs, name, resources.stall_timeout_s, stalled)
+        super().__init__(stream.slabs(rank), resources.prefetch_windows, name, resources.stall_timeout_s, stalled)
 
     def close(self) -> None:
         """Ends the thread and leaves the stream."""

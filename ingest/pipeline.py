@@ -1,6 +1,6 @@
 """The only owner of ray.data: windows through an actor pool to one slab stream a rank.
 
-    server actor ── builds ──> Dataset of a leg: one read task a window ─> actor pool: window -> S slabs ─>
+    server actor ── builds ──> Dataset of a leg: one read task a window ─> actor pool: window -> N slabs ─>
     streaming_split
 
 A leg is the run of windows that one Ray Data execution covers: a read task costs about 1.3 ms to plan, and that delays
@@ -10,7 +10,7 @@ and hands out the rank's iterator; ending that one actor ends the whole stream a
 The order rests on these facts, which ``lanes.py`` checks slab by slab: read tasks run in plan order with
 ``preserve_order``; ``override_num_blocks`` equal to the number of tasks keeps a window in one piece;
 ``target_max_block_size`` of 1 byte makes every slab a block of one row; the splitter hands each block to the rank with
-the fewest rows so far, so that slab k goes to rank k mod W. Found in Ray 2.60, see DESIGN.md.
+the fewest rows so far, so that slab k of a window goes to rank k. Found in Ray 2.60, see DESIGN.md.
 """
 
 from __future__ import annotations
@@ -157,12 +157,13 @@ def _read_task(spec: bytes) -> ReadTask:
 class _Actor:
     """Makes the windows it is given; one single-threaded tokenizer each."""
 
-    def __init__(self, maker: Maker) -> None:
+    def __init__(self, maker: Maker, world_size: int) -> None:
         self._maker = maker
+        self._world_size = world_size
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for spec in block["spec"].to_pylist():
-            for slab in self._maker(pickle.loads(spec)).slabs():  # noqa: S301 - made by _read_task
+            for slab in self._maker(pickle.loads(spec)).slabs(self._world_size):  # noqa: S301 - made by _read_task
                 yield slab.to_table()
 
 
@@ -200,11 +201,11 @@ class _Server:
         context.print_on_execution_start = False
         context.target_max_block_size = 1
         context.execution_options.preserve_order = True
-        cpus = {"num_cpus": resources.cpus_per_actor}  # the same for both, or Ray does not fuse them
-        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), ray_remote_args=cpus)
+        cpus: dict[str, Any] = {"num_cpus": resources.cpus_per_actor}  # the same for both, or Ray does not fuse them
+        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **cpus)
         slabs = dataset.map_batches(
             _Actor,
-            fn_constructor_args=(self._run.maker,),
+            fn_constructor_args=(self._run.maker, self._world_size),
             batch_size=None,
             batch_format="pyarrow",
             **cpus,
@@ -221,13 +222,13 @@ class Stream:
     Args:
         server: handle of the server actor; the stream lives as long as the process that opened it holds this.
         name: of that actor in the job's namespace, by which other ranks ``join``.
-        prefetch_slabs: slabs that Ray fetches ahead for a rank.
+        prefetch_windows: slabs that Ray fetches ahead for a rank.
     """
 
-    def __init__(self, server: Any, name: str, prefetch_slabs: int) -> None:
+    def __init__(self, server: Any, name: str, prefetch_windows: int) -> None:
         self._server = server
         self.name = name
-        self._prefetch_slabs = prefetch_slabs
+        self._prefetch_windows = prefetch_windows
 
     @classmethod
     def open(cls, run: Run, cursors: Cursors, world_size: int, *, leg_windows: int = LEG_WINDOWS) -> Stream:
@@ -248,12 +249,12 @@ class Stream:
         server: Any = _Server.options(  # type: ignore[attr-defined]
             name=name, scheduling_strategy=here
         ).remote(run, cursors, world_size, leg_windows)
-        return cls(server, name, run.config.resources.prefetch_slabs)
+        return cls(server, name, run.config.resources.prefetch_windows)
 
     @classmethod
-    def join(cls, name: str, prefetch_slabs: int) -> Stream:
+    def join(cls, name: str, prefetch_windows: int) -> Stream:
         """Joins a stream that another process of the same Ray job opened."""
-        return cls(ray.get_actor(name), name, prefetch_slabs)
+        return cls(ray.get_actor(name), name, prefetch_windows)
 
     def slabs(self, rank: int) -> Iterator[Slab]:
         """The slabs of one rank, leg after leg.
@@ -267,7 +268,7 @@ class Stream:
                 if iterator is None:
                     return
                 batches = iterator.iter_batches(
-                    batch_size=None, batch_format="pyarrow", prefetch_batches=self._prefetch_slabs
+                    batch_size=None, batch_format="pyarrow", prefetch_batches=self._prefetch_windows
                 )
                 yield from map(Slab.from_table, batches)
         except ray.exceptions.RayError as error:

@@ -1,4 +1,4 @@
-"""What crosses from the actors to the ranks: the rows of one lane of one window, as one Arrow row.
+"""What crosses from the actors to the ranks: what one rank gets of one window, as one Arrow row.
 
 Legend of the dimension letters, used as suffixes of array names everywhere:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,20 @@ class Rows:
     def __len__(self) -> int:
         return len(self.counts_B)
 
+    @cached_property
+    def _ends(self) -> IntArray:
+        return np.concatenate(([0], np.cumsum(self.counts_B, dtype=np.int64)))
+
     def slice(self, start: int, stop: int) -> Rows:
         """Rows ``start`` to ``stop``, without a copy of the tokens."""
-        ends = np.concatenate(([0], np.cumsum(self.counts_B[:stop])))
+        ends = self._ends
         return Rows(self.tokens_BX[start:stop], self.lengths_L[ends[start] : ends[stop]], self.counts_B[start:stop])
 
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, in order."""
+        """The rows of all parts, in order; a single part as it is."""
+        if len(parts) == 1:
+            return parts[0]
         return Rows(
             np.concatenate([part.tokens_BX for part in parts]),
             np.concatenate([part.lengths_L for part in parts]),
@@ -145,13 +152,14 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """The rows of one lane of one window, with the plan's cursors before that window.
+    """The rows of one rank's lanes of one window, lane by lane, with the plan's cursors before that window.
 
     ``last`` marks the slabs of the window that ends the stream. A window without a usable document has slabs of 0 rows.
     """
 
     cursors: Cursors
-    lane: int
+    rank: int
+    world_size: int
     last: bool
     rows: Rows
     prefix: Prefix
@@ -161,12 +169,17 @@ class Slab:
         """Ordinal of the slab's window."""
         return self.cursors.window
 
+    def lane_rows(self, place: int, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of the rank's lane number ``place``, counted from 0."""
+        first = place * self.prefix.rows
+        return self.rows.slice(first + start, first + stop)
+
     def to_table(self) -> pa.Table:
         """One Arrow row; the arrays' memory is shared, not copied."""
         prefix, rows = self.prefix, self.rows
         header = {
             "cursors": cursors_to_json(self.cursors),
-            "lane": self.lane,
+            "rank": [self.rank, self.world_size],
             "last": self.last,
             "skipped": prefix.skipped,
             "tokens": [rows.tokens_BX.dtype.str, *rows.tokens_BX.shape],
@@ -191,7 +204,8 @@ class Slab:
         tokens, lengths, counts, tokens_O, documents_O, sources, digest_O = (_view(table[name]) for name in _NAMES)
         return cls(
             cursors=cursors_from_json(header["cursors"]),
-            lane=header["lane"],
+            rank=header["rank"][0],
+            world_size=header["rank"][1],
             last=header["last"],
             rows=Rows(tokens.view(dtype).reshape(num_rows, width), lengths.view(np.int32), counts.view(np.int32)),
             prefix=Prefix(

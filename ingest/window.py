@@ -125,12 +125,17 @@ class Window:
     packed_P: IntArray
     piece_document_L: IntArray
 
-    def slabs(self) -> Iterator[Slab]:
-        """The S slabs in lane order; of 0 rows each if no document was usable."""
-        count = self.prefix.rows
-        for lane in range(self.lanes):
-            rows = self.rows.slice(lane * count, (lane + 1) * count)
-            yield Slab(self.spec.cursors, lane, self.spec.last, rows, self.prefix)
+    def slabs(self, world_size: int) -> Iterator[Slab]:
+        """One slab a rank, in their order; of 0 rows each if no document was usable.
+
+        Args:
+            world_size: a divisor of S; with 1 or S nothing is copied.
+        """
+        whole = Slab(self.spec.cursors, 0, 1, self.spec.last, self.rows, self.prefix)
+        for rank in range(world_size):
+            rows = [whole.lane_rows(lane, 0, self.prefix.rows) for lane in range(rank, self.lanes, world_size)]
+            own = self.rows if world_size == 1 else Rows.concatenate(rows)
+            yield Slab(self.spec.cursors, rank, world_size, self.spec.last, own, self.prefix)
 
 
 @dataclass(frozen=True, eq=False)

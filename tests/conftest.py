@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -122,7 +123,7 @@ def steps_without_ray(config: Path | IngestConfig, start: Position | None = None
     config = config if isinstance(config, IngestConfig) else IngestConfig.from_yaml(config)
     run = Run.prepare(config)
     start = start or run.start()
-    slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs())
+    slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs(1))
     lanes = Lanes(config.lanes, config.global_batch_rows)
     return list(steps(slabs, start, lanes, run.tokenizer.eos_id, config.total_tokens))
 
@@ -186,9 +187,6 @@ class Started:
 
     def tree(self) -> list[Any]:
         """The process and all that came of it, as psutil sees them."""
-        import ray  # noqa: F401 - brings psutil
-        import psutil  # isort: skip
-
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -198,9 +196,6 @@ class Started:
 
     def kill(self) -> int:
         """Ends them all with SIGKILL at once; returns how many there were."""
-        import ray  # noqa: F401 - brings psutil
-        import psutil  # isort: skip
-
         tree = self.tree()
         for process in tree:
             with contextlib.suppress(psutil.Error):
@@ -211,18 +206,27 @@ class Started:
         return len(tree)
 
 
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Started]]:
+    """A function that starts the tests' interpreter; whatever is left of what it started ends with the block."""
+    running: list[Started] = []
+
+    def start(*arguments: object, **environment: str) -> Started:
+        running.append(Started([sys.executable, *map(str, arguments)], folder, environment))
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        for each in running:
+            each.kill()
+
+
 @pytest.fixture
 def started(tmp_path) -> Iterator[Callable[..., Started]]:
     """Starts a command with the tests' interpreter; whatever is left of it ends with the test."""
-    running: list[Started] = []
-
-    def start(*arguments: str, **environment: str) -> Started:
-        running.append(Started([sys.executable, *map(str, arguments)], tmp_path, environment))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.kill()
+    with starting(tmp_path) as start:
+        yield start
 
 
 class Rays:

@@ -33,7 +33,7 @@ shuffle: {seed: 9223372036854775807, window_tokens: 8000000, enabled: false}
 lanes: 4
 global_batch_rows: 12
 total_tokens: 1000000
-resources: {tokenize_actors: [2, 3], cpus_per_actor: 0.5, prefetch_slabs: 2, cluster_wait_s: 60, stall_timeout_s: 5}
+resources: {tokenize_actors: [2, 3], cpus_per_actor: 0.5, prefetch_windows: 2, cluster_wait_s: 60, stall_timeout_s: 5}
 manifest: run.manifest
 """
 
@@ -85,7 +85,7 @@ def test_every_setting_is_read_from_yaml(tmp_path: Path) -> None:
         global_batch_rows=12,
         total_tokens=1_000_000,
         resources=ResourcesConfig(
-            tokenize_actors=(2, 3), cpus_per_actor=0.5, prefetch_slabs=2, cluster_wait_s=60.0, stall_timeout_s=5.0
+            tokenize_actors=(2, 3), cpus_per_actor=0.5, prefetch_windows=2, cluster_wait_s=60.0, stall_timeout_s=5.0
         ),
         manifest=f"{tmp_path}/run.manifest",
     )
@@ -178,7 +178,7 @@ BROKEN = [
     ("resources.tokenize_actors", [3, 2], r"1 <= min <= max; got \[3, 2\]"),
     ("resources.cpus_per_actor", 0, "resources.cpus_per_actor must be > 0"),
     ("resources.cpus_per_actor", 1.5, "must be whole or below 1"),
-    ("resources.prefetch_slabs", 0, "resources.prefetch_slabs must be >= 1"),
+    ("resources.prefetch_windows", 0, "resources.prefetch_windows must be >= 1"),
     ("resources.cluster_wait_s", -1, "resources.cluster_wait_s must be >= 0"),
     ("resources.stall_timeout_s", 0, "resources.stall_timeout_s must be > 0"),
     ("lanes", 0, "lanes must be 1 to 65536; got 0"),
@@ -251,7 +251,7 @@ def test_epochs_and_total_tokens_together_are_refused() -> None:
         lambda: StorageConfig(max_attempts=0),
         lambda: PackingConfig(sequence_length=1),
         lambda: ShuffleConfig(seed=-1),
-        lambda: ResourcesConfig(prefetch_slabs=0),
+        lambda: ResourcesConfig(prefetch_windows=0),
         lambda: IngestConfig(sources=(), tokenizer=TokenizerConfig(path="t")),
         lambda: replace(IngestConfig.from_dict(SMALLEST), lanes=7),
     ],

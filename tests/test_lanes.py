@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -120,20 +121,21 @@ def test_total_tokens_ends_the_stream_on_the_step_that_reaches_it() -> None:
     assert next(tiny.steps(every_step[-1].position), None) is None
 
 
-@pytest.mark.parametrize("damage", ["repeat", "lose", "swap", "end", "repeat window", "lose window"])
+@pytest.mark.parametrize("damage", ["repeat", "lose", "swap", "end", "other rank", "other world size", "half"])
 def test_a_splitter_that_misroutes_or_repeats_a_slab_is_caught(damage: str) -> None:
-    tiny = Tiny(UNEVEN, window_tokens=20)
-    slabs = list(tiny.slabs(tiny.plan.start()))
+    tiny = Tiny(UNEVEN, window_tokens=8)
+    mine, others = (list(tiny.slabs(tiny.plan.start(), rank, 2)) for rank in (0, 1))
     damaged = {
-        "repeat": [*slabs[:3], slabs[2], *slabs[3:]],
-        "lose": [*slabs[:2], *slabs[3:]],
-        "swap": [slabs[1], slabs[0], *slabs[2:]],
-        "end": slabs[:-1],
-        "repeat window": [*slabs[:2], *slabs],
-        "lose window": [*slabs[:2], *slabs[4:]],
+        "repeat": [mine[0], *mine],
+        "lose": [mine[0], mine[2]],
+        "swap": [mine[1], mine[0], mine[2]],
+        "end": mine[:-1],
+        "other rank": [mine[0], others[1], mine[2]],
+        "other world size": list(tiny.slabs(tiny.plan.start())),
+        "half": [replace(mine[0], rows=mine[0].rows.slice(0, 0)), *mine[1:]],
     }[damage]
-    with pytest.raises(OrderError, match=r"must get window \d+ lane \d+ next; got "):
-        list(steps(iter(damaged), tiny.start(), Lanes(2, 2), EOS, None))
+    with pytest.raises(OrderError, match=r"rank 0 of 2 must get its slab of window \d+ next; got "):
+        list(steps(iter(damaged), tiny.start(), Lanes(2, 2, 0, 2), EOS, None))
 
 
 def test_a_resume_on_other_text_is_refused_before_the_first_step() -> None:

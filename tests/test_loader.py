@@ -29,15 +29,14 @@ class LocalStream:
 
     def __init__(self, run: Run, position: Position, world_size: int = 1) -> None:
         self.run, self.cursors, self.world_size = run, position.cursors, world_size
-        self.served: list[tuple[int, int]] = []
+        self.served: list[int] = []
         self.left: list[int] = []
 
     def slabs(self, rank: int) -> Iterator[Slab]:
         for spec in self.run.specs(self.cursors):
-            for slab in self.run.maker(spec).slabs():
-                if slab.lane % self.world_size == rank:
-                    self.served.append((slab.window, slab.lane))
-                    yield Slab.from_table(slab.to_table())
+            slab = list(self.run.maker(spec).slabs(self.world_size))[rank]
+            self.served.append(slab.window)
+            yield Slab.from_table(slab.to_table())
 
     def leave(self, rank: int) -> None:
         self.left.append(rank)
@@ -46,7 +45,7 @@ class LocalStream:
 class FailingStream(LocalStream):
     """Fails behind so many slabs."""
 
-    count = 5
+    count = 1
 
     def slabs(self, rank: int) -> Iterator[Slab]:
         yield from islice(super().slabs(rank), self.count)
@@ -54,14 +53,14 @@ class FailingStream(LocalStream):
 
 
 class StandingStream(LocalStream):
-    """Stands still behind three slabs until it is left."""
+    """Stands still behind one slab until it is left."""
 
     def __init__(self, run: Run, position: Position) -> None:
         super().__init__(run, position)
         self.go_on = threading.Event()
 
     def slabs(self, rank: int) -> Iterator[Slab]:
-        yield from islice(super().slabs(rank), 3)
+        yield from islice(super().slabs(rank), 1)
         self.go_on.wait()
 
     def leave(self, rank: int) -> None:
@@ -96,7 +95,7 @@ def run(tmp_path_factory) -> Run:
         lanes=4,
         global_batch_rows=8,
         epochs=2,
-        resources=ResourcesConfig(prefetch_slabs=4, stall_timeout_s=30),
+        resources=ResourcesConfig(prefetch_windows=4, stall_timeout_s=30),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INGEST_CACHE", str(folder / "cache"))
@@ -182,20 +181,20 @@ def test_the_state_inside_the_loop_does_not_move_with_the_reading_ahead(
     run: Run, positions: list[Position], batches: bool
 ) -> None:
     connect = Connector()
-    loader = loader_of(run, connect, with_resources(run, prefetch_slabs=1000, prefetch_batches=100))
+    loader = loader_of(run, connect, with_resources(run, prefetch_windows=1000, prefetch_batches=100))
     iterator = iter(loader) if batches else loader.steps()
     next(iterator)
-    ends = positions[-1].window, 3
+    ends = positions[-1].window
     assert soon(lambda: connect.streams[0].served[-1] == ends)
     assert loader.state_dict() == positions[0].to_dict()
     loader.close()
 
 
-@pytest.mark.parametrize("prefetch_slabs", [1, 4, 1000])
+@pytest.mark.parametrize("prefetch_windows", [1, 4, 1000])
 def test_a_save_after_step_k_goes_on_with_step_k_plus_1_however_deep_the_prefetch(
-    run: Run, whole: list[int], prefetch_slabs: int
+    run: Run, whole: list[int], prefetch_windows: int
 ) -> None:
-    config = with_resources(run, prefetch_slabs=prefetch_slabs)
+    config = with_resources(run, prefetch_windows=prefetch_windows)
     for count in (1, 6, 11):
         loader = loader_of(run, config=config)
         before = digests(loader, count)
@@ -230,7 +229,7 @@ def test_a_save_at_the_end_of_the_stream_yields_nothing_more(run: Run, positions
 def test_a_resume_opens_the_stream_at_the_window_of_the_position(run: Run, positions: list[Position]) -> None:
     connect = Connector()
     digests(restored(run, positions[-1].to_dict(), connect=connect))
-    assert connect.streams[0].served[0] == (positions[-1].window, 0)
+    assert connect.streams[0].served[0] == positions[-1].window
 
 
 def test_two_ranks_hand_out_the_global_batches_of_one(run: Run, whole: list[int], positions: list[Position]) -> None:
@@ -352,9 +351,9 @@ def test_a_stream_that_stands_still_is_an_error_that_names_the_setting(run: Run)
     connect = Connector(StandingStream)
     loader = loader_of(run, connect, with_resources(run, stall_timeout_s=0.2))
     with pytest.raises(ResourceError) as caught:
-        next(loader.steps())
+        list(loader.steps())
     assert str(caught.value) == (
-        "rank 0 must get a slab within resources.stall_timeout_s; got none for 0.2 s, the last was window 0 lane 2: "
+        "rank 0 must get a slab within resources.stall_timeout_s; got none for 0.2 s, the last was that of window 0: "
         "let all ranks iterate at the same time, see the Ray logs, or raise the limit"
     )
     assert connect.streams[0].left == [0]
@@ -364,17 +363,17 @@ def test_a_stream_that_stands_still_is_an_error_that_names_the_setting(run: Run)
 def test_a_stream_that_ends_early_is_an_order_error(run: Run) -> None:
     class Short(LocalStream):
         def slabs(self, rank: int) -> Iterator[Slab]:
-            return islice(super().slabs(rank), 6)
+            return islice(super().slabs(rank), 1)
 
-    with pytest.raises(OrderError, match="rank 0 of 1 must get window 1 lane 2 next; got the end"):
+    with pytest.raises(OrderError, match="rank 0 of 1 must get its slab of window 1 next; got the end"):
         digests(loader_of(run, Connector(Short)))
 
 
 def test_no_more_slabs_are_pulled_than_the_settings_allow(run: Run) -> None:
     connect = Connector()
-    iterator = loader_of(run, connect, with_resources(run, prefetch_slabs=2)).steps()
+    iterator = loader_of(run, connect, with_resources(run, prefetch_windows=2)).steps()
     next(iterator)
-    most = 4 + 2 + 1  # the open window, the queue, and the one in the feeder's hand
+    most = 1 + 2 + 1  # the open window, the queue, and the one in the feeder's hand
     assert soon(lambda: len(connect.streams[0].served) == most)
     assert not soon(lambda: len(connect.streams[0].served) > most, within_s=0.05)
     iterator.close()
@@ -399,7 +398,7 @@ def test_waits_are_measured_after_the_first_batch(run: Run) -> None:
 
 
 def test_the_feeder_ends_when_the_loop_is_left(run: Run) -> None:
-    loader = loader_of(run, config=with_resources(run, prefetch_slabs=1))
+    loader = loader_of(run, config=with_resources(run, prefetch_windows=1))
     assert soon(lambda: not feeders())
     iterator = iter(loader)
     next(iterator)

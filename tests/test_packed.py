@@ -297,7 +297,7 @@ def mixed(shuffle: bool, lanes: int = 4):
 
 def first_tokens(window) -> list[list[int]]:
     """The first token of every row, by lane."""
-    return [slab.rows.tokens_BX[:, 0].tolist() for slab in window.slabs()]
+    return [slab.rows.tokens_BX[:, 0].tolist() for slab in window.slabs(window.lanes)]
 
 
 def test_golden_order_of_a_window_of_text_and_packed_rows() -> None:
@@ -384,11 +384,11 @@ def test_the_ranks_of_every_world_size_get_the_same_global_batches(sample: Path,
     run, expected = Run.prepare(config), steps_without_ray(sample / name)
     num_windows = expected[-1].position.window + 1
     specs = islice(run.specs(run.plan.start()), num_windows)  # with total_tokens there is no end of them
-    slabs = [slab for spec in specs for slab in run.maker(spec).slabs()]
+    windows = [run.maker(spec) for spec in specs]
     for world_size in (2, 4):
         ranks = []
         for rank in range(world_size):
-            mine = iter([slab for slab in slabs if slab.lane % world_size == rank])
+            mine = (list(window.slabs(world_size))[rank] for window in windows)
             lanes = Lanes(config.lanes, config.global_batch_rows, rank, world_size)
             ranks.append(list(steps(mine, run.start(), lanes, run.tokenizer.eos_id, config.total_tokens)))
         before = 0

@@ -83,7 +83,7 @@ def differences(one: Run, other: Run) -> list[str]:
 
 def all_steps(run: Run, start: Position | None = None) -> list:
     start = start or run.start()
-    slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs())
+    slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs(1))
     lanes = Lanes(run.config.lanes, run.config.global_batch_rows)
     return list(steps(slabs, start, lanes, run.tokenizer.eos_id, run.config.total_tokens))
 
@@ -134,7 +134,7 @@ def test_the_maker_travels_to_the_actors_by_pickle(folder: Path) -> None:
     spec = next(run.specs(run.plan.start()))
     made = pickle.loads(pickle.dumps(run.maker))(pickle.loads(pickle.dumps(spec)))
     again = run.maker(spec)
-    assert [slab.to_table() for slab in made.slabs()] == [slab.to_table() for slab in again.slabs()]
+    assert [slab.to_table() for slab in made.slabs(2)] == [slab.to_table() for slab in again.slabs(2)]
 
 
 def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> No
         ({"global_batch_rows": 6}, ["global_batch_rows"]),
         ({"tokenizer__eos_token": "<|pad|>"}, ["tokenizer.eos_token"]),
         ({"epochs": 2}, ["epochs"]),
-        ({"resources__prefetch_slabs": 9}, []),
+        ({"resources__prefetch_windows": 9}, []),
         ({"tokenizer__backend": "auto"}, []),
         ({"storage__max_attempts": 2}, []),
     ],

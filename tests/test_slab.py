@@ -36,8 +36,8 @@ def prefix_of(num_rows: int) -> Prefix:
     return Prefix(steps * 4, steps * 2, np.stack([steps * 3, steps], axis=1), steps.astype(np.uint64) * 2**62, 5)
 
 
-SLAB = Slab(CURSORS, 1, True, rows_of([[1, 2, 3], [4, 5, 256]], [[3], [1, 2]]), prefix_of(2))
-EMPTY = Slab(CURSORS, 0, False, Rows.padding(0, 3, np.uint32, 0), prefix_of(0))
+SLAB = Slab(CURSORS, 1, 2, True, rows_of([[1, 2, 3], [4, 5, 256]], [[3], [1, 2]]), prefix_of(2))
+EMPTY = Slab(CURSORS, 0, 1, False, Rows.padding(0, 3, np.uint32, 0), prefix_of(0))
 
 
 def plain(slab: Slab) -> list:
@@ -45,7 +45,7 @@ def plain(slab: Slab) -> list:
     arrays = (rows.tokens_BX, rows.lengths_L, rows.counts_B, prefix.tokens_O, prefix.documents_O)
     arrays += (prefix.source_tokens_OK, prefix.digest_O)
     values = [(array.dtype.str, array.shape, array.tolist()) for array in arrays]
-    return [slab.cursors, slab.lane, slab.last, prefix.skipped, *values]
+    return [slab.cursors, slab.rank, slab.world_size, slab.last, prefix.skipped, *values]
 
 
 def shown(rows: Rows) -> tuple[list, list, list]:
@@ -82,7 +82,7 @@ def test_what_is_read_cannot_be_written() -> None:
 
 
 def test_a_slice_of_a_slab_is_sent_whole_and_alone() -> None:
-    part = Slab(CURSORS, 1, True, SLAB.rows.slice(1, 2), prefix_of(1))
+    part = Slab(CURSORS, 1, 2, True, SLAB.rows.slice(1, 2), prefix_of(1))
     assert shown(Slab.from_table(part.to_table()).rows) == ([[4, 5, 256]], [1, 2], [2])
 
 

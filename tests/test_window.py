@@ -42,7 +42,7 @@ def pieces(rows: Rows) -> list[list[int]]:
 
 
 def same(one: Window, other: Window) -> bool:
-    pairs = zip(one.slabs(), other.slabs(), strict=True)
+    pairs = zip(one.slabs(2), other.slabs(2), strict=True)
     return all(mine.to_table().equals(theirs.to_table()) for mine, theirs in pairs)
 
 
@@ -96,11 +96,11 @@ def test_golden_rows_without_shuffling() -> None:
 
 def test_rows_go_to_lanes_in_turn() -> None:
     window = made(["aaaaaaa", "bbbbbbb", "ccccccc", "ddddddd"])
-    assert [[chr(row[0]) for row in slab.rows.tokens_BX.tolist()] for slab in window.slabs()] == [
+    assert [[chr(row[0]) for row in slab.rows.tokens_BX.tolist()] for slab in window.slabs(window.lanes)] == [
         ["a", "c"],
         ["b", "d"],
     ]
-    assert [slab.lane for slab in window.slabs()] == [0, 1]
+    assert [slab.rank for slab in window.slabs(window.lanes)] == [0, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 5])
@@ -184,12 +184,12 @@ def joins(parts: list[list[int]], document: list[int]) -> bool:
 def test_prefix_sums_are_those_of_the_first_rows_of_every_lane(corpus, lanes: int) -> None:
     for window in Tiny(corpus, lanes=lanes, global_batch_rows=lanes, num_epochs=1).windows():
         count = window.prefix.rows
-        slabs = list(window.slabs())
+        slabs = list(window.slabs(window.lanes))
         assert {len(slab.rows) for slab in slabs} == {count}
         for offset in range(count + 1):
             parts = [slab.rows.slice(0, offset) for slab in slabs]
             digests = [
-                row_digests(part, np.full(offset, slab.window), np.arange(offset) * lanes + slab.lane)
+                row_digests(part, np.full(offset, slab.window), np.arange(offset) * lanes + slab.rank)
                 for part, slab in zip(parts, slabs, strict=True)
             ]
             at = window.prefix.at(offset)
@@ -210,16 +210,16 @@ def test_the_tokens_of_a_mixture_are_counted_by_source() -> None:
 
 def test_a_window_without_a_usable_document_has_slabs_of_no_rows() -> None:
     (window,) = Tiny(EMPTY_UNITS, lanes=4, global_batch_rows=4, window_tokens=1000).windows()
-    slabs = list(window.slabs())
-    assert [(slab.lane, len(slab.rows), slab.last) for slab in slabs] == [(lane, 0, True) for lane in range(4)]
+    slabs = list(window.slabs(window.lanes))
+    assert [(slab.rank, len(slab.rows), slab.last) for slab in slabs] == [(lane, 0, True) for lane in range(4)]
     assert slabs[0].prefix.at(0).skipped == 5
     assert slabs[0].rows.tokens_BX.shape == (0, 9)
 
 
 def test_a_window_with_fewer_tokens_than_lanes_gives_every_lane_a_row() -> None:
     window = made(["a"], lanes=4)
-    assert [len(slab.rows) for slab in window.slabs()] == [1, 1, 1, 1]
-    assert sorted(slab.rows.lengths_L.tolist() for slab in window.slabs()) == [[], [], [1], [2]]
+    assert [len(slab.rows) for slab in window.slabs(window.lanes)] == [1, 1, 1, 1]
+    assert sorted(slab.rows.lengths_L.tolist() for slab in window.slabs(window.lanes)) == [[], [], [1], [2]]
     assert window.prefix.at(1).tokens == 2
 
 

@@ -77,7 +77,7 @@ class Tiny:
 
     def slabs(self, cursors: Cursors, rank: int = 0, world_size: int = 1) -> Iterator[Slab]:
         for window in self.windows(cursors):
-            yield from (Slab.from_table(slab.to_table()) for slab in window.slabs() if slab.lane % world_size == rank)
+            yield Slab.from_table(list(window.slabs(world_size))[rank].to_table())
 
     def start(self) -> Position:
         return Position.start(self.plan.start(), self.fingerprint)
