@@ -109,14 +109,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except WorkerGroupError as failed:
-        for rank, failure in failed.worker_failures.items():
-            cause = translated(failure)
+        causes = {rank: translated(failure) for rank, failure in sorted(failed.worker_failures.items())}
+        for rank, cause in causes.items():
             print(f"rank {rank}: {type(cause).__name__}: {cause}", file=sys.stderr)
-        return 1
+        return max(1 if isinstance(cause, ingest.ResourceError) else cause.exit_code for cause in causes.values())
 
 
 def run(options: argparse.Namespace) -> int:
     """Checks everything that can be checked, trains, and prints what came of it."""
+    for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
+        if count is not None and count < 1:
+            raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
     config = ingest.IngestConfig.from_yaml(options.config)
     low, high = options.num_workers if isinstance(options.num_workers, tuple) else (options.num_workers,) * 2
     for size in range(low, high + 1):
