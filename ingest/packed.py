@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ingest.errors import ConfigError, DataError
-from ingest.parquet import _damaged, _verified
+from ingest.parquet import damaged, verified
 from ingest.retry import classify, from_store, retrying
 from ingest.slab import IntArray, Rows
 from ingest.storage import Storage
@@ -215,11 +215,11 @@ def read_packed(
         except OSError as error:
             if classify(error) == "transient" or from_store(error):
                 raise
-            raise _damaged(path, row_group, error) from error
+            raise damaged(path, row_group, error) from error
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:
-            raise _damaged(path, row_group, error) from error
+            raise damaged(path, row_group, error) from error
 
     return retrying(read, f"read row group {row_group} of {path}", storage.config)
 
@@ -228,7 +228,7 @@ def _read(
     storage: Storage, path: str, row_group: int, form: tuple[int, str], expect: tuple[int, str] | None
 ) -> PackedRows:
     with storage.open(path) as file:
-        metadata = _verified(file, path, expect).metadata
+        metadata = verified(file, path, expect).metadata
         hashes = _hashes(metadata)
         if not 0 <= row_group < min(metadata.num_row_groups, len(hashes)):
             raise DataError(

@@ -155,11 +155,11 @@ def read_documents(
             batches = None
             if classify(error) == "transient" or from_store(error):
                 raise
-            raise _damaged(path, row_group, error) from error
+            raise damaged(path, row_group, error) from error
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:
-            raise _damaged(path, row_group, error) from error
+            raise damaged(path, row_group, error) from error
 
     while (array := retrying(advance, f"read row group {row_group} of {path}", storage.config)) is not None:
         yield array
@@ -176,7 +176,7 @@ def _batches(
     request_bytes: int | None,
 ) -> Iterator[pa.LargeStringArray]:
     with storage.open(path) as file:
-        metadata = _verified(file, path, expect).metadata
+        metadata = verified(file, path, expect).metadata
         if not 0 <= row_group < metadata.num_row_groups:
             raise DataError(
                 f"{path} has {metadata.num_row_groups} row groups; got {row_group}: run `ingest index` again"
@@ -201,7 +201,12 @@ def _skip(batches: Iterator[pa.LargeStringArray], rows: int) -> None:
         rows -= len(next(batches))
 
 
-def _verified(file: Any, path: str, expect: tuple[int, str] | None) -> Footer:
+def verified(file: Any, path: str, expect: tuple[int, str] | None) -> Footer:
+    """The footer of an open file, compared with the size and footer hash of the manifest.
+
+    Raises:
+        DataError: the file changed since, or is not Parquet.
+    """
     size = file.size()
     if expect is not None:
         _check(path, "size in bytes", expect[0], size)
@@ -296,5 +301,6 @@ def _first_invalid(array: pa.Array) -> int:
     return 0
 
 
-def _damaged(path: str, row_group: int, error: Exception) -> DataError:
+def damaged(path: str, row_group: int, error: Exception) -> DataError:
+    """The error to raise where a row group cannot be decoded."""
     return DataError(f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file")

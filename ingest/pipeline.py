@@ -21,6 +21,7 @@ import logging
 import os
 import pickle
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,7 @@ from ingest.slab import Slab
 from ingest.window import WindowSpec
 
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
+CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 CONNECT_S = 10.0
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
 
@@ -155,15 +157,16 @@ def _read_task(spec: bytes) -> ReadTask:
 
 
 class _Actor:
-    """Makes the windows it is given; one single-threaded tokenizer each."""
+    """Makes the windows it is given, one at a time; the next one already reads. One single-threaded tokenizer each."""
 
     def __init__(self, maker: Maker, world_size: int) -> None:
         self._maker = maker
         self._world_size = world_size
+        self._turn = threading.Lock()
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for spec in block["spec"].to_pylist():
-            for slab in self._maker(pickle.loads(spec)).slabs(self._world_size):  # noqa: S301 - made by _read_task
+            for slab in self._maker(pickle.loads(spec), self._turn).slabs(self._world_size):  # noqa: S301 - made by _read_task
                 yield slab.to_table()
 
 
@@ -210,7 +213,10 @@ class _Server:
             batch_format="pyarrow",
             **cpus,
             compute=ray.data.ActorPoolStrategy(
-                min_size=min(resources.min_actors, len(specs)), max_size=min(resources.max_actors, len(specs))
+                max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+                enable_true_multi_threading=True,
+                min_size=min(resources.min_actors, len(specs)),
+                max_size=min(resources.max_actors, len(specs)),
             ),
         )
         return list(slabs.streaming_split(self._world_size, equal=False))

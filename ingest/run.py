@@ -6,6 +6,7 @@ Preparing reads every footer once (or a stored manifest) and the tokenizer; ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,13 +33,13 @@ class Maker:
     tokenizer: Tokenizer
     storage: Storage
 
-    def __call__(self, spec: WindowSpec) -> Window:
-        """Makes one window.
+    def __call__(self, spec: WindowSpec, turn: AbstractContextManager[Any] | None = None) -> Window:
+        """Makes one window; see ``make_window``.
 
         Raises:
             DataError, StorageError: with the file named.
         """
-        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed)
+        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed, turn)
 
     def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)

@@ -15,7 +15,10 @@ under 1 µs a piece, one hash a row, and one copy of the filled rows.
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +31,12 @@ from ingest.errors import DataError
 from ingest.packed import PackedRows
 from ingest.packing import Packing, concat
 from ingest.plan import Cursors, document_order, row_order
+from ingest.readahead import ReadAhead
 from ingest.slab import IntArray, Prefix, Rows, Slab, TokenArray, row_digests
 from ingest.tokenizer import DocumentError
 
+UNITS_AHEAD = 4  # row groups fetched at once, the one being tokenized included
+ARRAYS_AHEAD = 2  # of at most 256 documents, ready of each
 ENCODE_BYTES = (
     1 << 20
 )  # text given to the tokenizer at once: long enough to hide the call, short enough to stay in cache
@@ -156,7 +162,12 @@ class Filled:
 
 
 def make_window(
-    spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read, read_packed: ReadPacked | None = None
+    spec: WindowSpec,
+    settings: WindowSettings,
+    encode: Encode,
+    read: Read,
+    read_packed: ReadPacked | None = None,
+    turn: AbstractContextManager[Any] | None = None,
 ) -> Window:
     """Makes a window.
 
@@ -166,11 +177,18 @@ def make_window(
         encode: texts to flat tokens and lengths, eos included (``Tokenizer.encode``).
         read: yields the text of a unit as large_string arrays, in row order.
         read_packed: the rows of a unit that is packed; None where no unit is.
+        turn: held from the first document to the last row. Reading begins before it, so that a window waiting for its
+            turn already fetches its first units.
 
     Raises:
         DataError, StorageError: from ``read``, ``read_packed`` and ``encode``, with the file named.
     """
-    documents = _tokenize(spec, settings, encode, read)
+    texts = _ReadAhead(spec, settings, read)
+    with contextlib.closing(texts), turn or contextlib.nullcontext():
+        return _make(spec, settings, _tokenize(spec, settings, encode, texts), read_packed)
+
+
+def _make(spec: WindowSpec, settings: WindowSettings, documents: Documents, read_packed: ReadPacked | None) -> Window:
     count = len(documents.lengths_D)
     window = spec.cursors.window
     order = document_order(count, settings.seed, window) if settings.shuffle else np.arange(count)
@@ -186,15 +204,40 @@ def make_window(
     return _deal(spec, settings, documents, np.concatenate(places), filled)
 
 
-def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, read: Read) -> Documents:
+class _ReadAhead:
+    """The texts of a window's text units, in order, with the next units' bytes on their way meanwhile."""
+
+    def __init__(self, spec: WindowSpec, settings: WindowSettings, read: Read) -> None:
+        self._read = read
+        self._settings = settings
+        self._left = deque((index, unit) for index, unit in enumerate(spec.units) if not unit.packed)
+        self._begun: deque[tuple[int, ReadAhead[pa.Array]]] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._left and len(self._begun) < UNITS_AHEAD:
+            index, unit = self._left.popleft()
+            arrays = self._read(unit, self._settings.columns[unit.source])
+            self._begun.append((index, ReadAhead(arrays, ARRAYS_AHEAD, "ingest-read")))
+
+    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array]]]:
+        while self._begun:
+            yield self._begun[0]
+            self._begun.popleft()
+            self._begin()
+
+    def close(self) -> None:
+        for _, arrays in self._begun:
+            arrays.close()
+
+
+def _tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, units_texts: _ReadAhead) -> Documents:
     tokens: list[npt.NDArray[Any]] = [np.zeros(0, settings.token_dtype)]
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
     skipped = 0
-    for index, unit in enumerate(spec.units):
-        if unit.packed:
-            continue
-        first_row = 0
-        for texts in read(unit, settings.columns[unit.source]):
+    for index, arrays in units_texts:
+        unit, first_row = spec.units[index], 0
+        for texts in arrays:
             usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
             skipped += len(texts) - len(usable)
             for some in _chunks(texts, usable):

@@ -402,7 +402,7 @@ def test_the_feeder_ends_when_the_loop_is_left(run: Run) -> None:
     assert soon(lambda: not feeders())
     iterator = iter(loader)
     next(iterator)
-    assert {thread.name for thread in feeders()} == {"ingest-rank-0", "ingest-prefetch"}
+    assert {thread.name for thread in feeders()} >= {"ingest-rank-0", "ingest-prefetch"}
     loader.close()
     assert soon(lambda: not feeders())
 

@@ -157,7 +157,7 @@ class SplitWindow:
 
 
 def test_a_window_that_ray_would_split_is_caught(run):
-    with pytest.raises(OrderError, match="must get its slab of window 0 next; got .* rows of it"):
+    with pytest.raises(OrderError, match=r"must get its slab of window 0 next; got .* rows of it"):
         next(Loader(run.config, run=run, connect=lambda *_: SplitWindow(run)).steps())
 
 
