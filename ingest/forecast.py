@@ -13,7 +13,8 @@ from typing import Any
 from ingest.run import Run
 
 MAX_WINDOWS = 100_000  # planned one by one up to here; beyond, figures are of this many
-ACTOR_TOKENS_PER_S = {"tokenizers": 300_000, "tiktoken": 1_300_000}  # one core, source code; `ingest stream --ceiling`
+# One core; measure yours with `ingest stream --ceiling`.
+ACTOR_TOKENS_PER_S = {"tokenizers": 300_000, "tiktoken": 1_300_000, "packed": 50_000_000}
 PADDING_GOAL = 0.005
 
 
@@ -34,7 +35,7 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
     text_bytes = sum(int(source.unit_text_bytes.sum()) for source in run.manifest.sources)
     one_pass = sum(int(source.unit_tokens.sum()) for source in run.manifest.sources)
     rate = config.global_batch_rows * row / step_time_s
-    backend = run.tokenizer.backend_name
+    backend = _backend(run)
     largest = max(tokens)
     bound = lanes / min(rows)
     return {
@@ -57,6 +58,11 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
     }
 
 
+def _backend(run: Run) -> str:
+    """What an actor does, by the key of ``ACTOR_TOKENS_PER_S``."""
+    return "packed" if all(source.packed for source in run.manifest.sources) else run.tokenizer.backend_name
+
+
 def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[str]:
     config, found = run.config, [f"{s.name}: {warning}" for s in run.manifest.sources for warning in s.warnings]
     if bound > PADDING_GOAL:
@@ -65,7 +71,7 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
             f"padding may reach {bound:.1%} in a window; its goal is {PADDING_GOAL:.1%}: fewer lanes, or "
             f"shuffle.window_tokens of {rows * config.packing.sequence_length:,} where the data has them"
         )
-    high = config.resources.max_actors * ACTOR_TOKENS_PER_S[run.tokenizer.backend_name]
+    high = config.resources.max_actors * ACTOR_TOKENS_PER_S[_backend(run)]
     if high < rate:
         found.append(
             f"{config.resources.max_actors} actors tokenize about {high:,} tokens/s and the trainer takes {rate:,.0f}: "
