@@ -133,7 +133,7 @@ def test_ranks_that_get_each_others_slabs_stop_before_the_first_batch(run, share
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(first, loaders))
     assert lines == [
-        f"rank {rank} of 2 must get window 0 lane {rank} next; got window 0 lane {1 - rank}: "
+        f"rank {rank} of 2 must get its slab of window 0 next; got that of rank {1 - rank} of 2 of window 0: "
         "resume from the last checkpoint"
         for rank in range(2)
     ]
