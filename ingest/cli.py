@@ -139,6 +139,7 @@ def _plan(options: Any) -> None:
 def _stream(options: Any) -> None:
     from ingest.ceiling import ceiling
     from ingest.drain import drain
+    from ingest.lanes import require_world_size
     from ingest.run import Run
 
     _require_positive("--steps", options.steps)
@@ -146,7 +147,10 @@ def _stream(options: Any) -> None:
         _require_writable(options.state_out)
     config = IngestConfig.from_yaml(options.config)
     position = None if options.resume is None else read_position(options.resume)
+    require_world_size(options.world_size, config.lanes)
     run = Run.prepare(config, _progress(options))
+    if position is not None:
+        run.require(position)  # before the files that it might overwrite are opened
     with _Lines(options.digests) as lines:
         figures, end = drain(
             run,

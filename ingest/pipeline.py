@@ -288,6 +288,14 @@ class Stream:
 
 def translated(error: BaseException) -> IngestError:
     """The error of this package that lies behind one of Ray's, or a ResourceError with Ray's own words."""
+    words = " ".join(str(error).split())[:600]
+    return cause_of(error) or ResourceError(
+        f"Ray must deliver the next slab; got {type(error).__name__} {words}: see the Ray logs"
+    )
+
+
+def cause_of(error: BaseException) -> IngestError | None:
+    """The error of this package among the causes of another one; None if there is none."""
     seen: list[BaseException] = []
     queue: list[BaseException | None] = [error]
     while queue:
@@ -298,12 +306,12 @@ def translated(error: BaseException) -> IngestError:
             return _bare(item)
         seen.append(item)
         queue += [getattr(item, "cause", None), item.__cause__, item.__context__]
-    words = " ".join(str(error).split())
-    return ResourceError(f"Ray must deliver the next slab; got {type(error).__name__} {words[:600]}: see the Ray logs")
+    return None
 
 
 def _bare(error: IngestError) -> IngestError:
     """The error without Ray's wrapper class, and without the lines that Ray Data adds below its message."""
     cause: Any = getattr(error, "cause", error)
     bare = cause if isinstance(cause, IngestError) else error
-    return type(bare)(*str(bare).splitlines()[:1])
+    bare.args = (str(bare).splitlines()[0],)
+    return bare

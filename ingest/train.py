@@ -122,6 +122,30 @@ def save_checkpoint(
         ray.train.report(reported, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
+def newest_position(run_path: str) -> Position | None:
+    """The position in the newest checkpoint of a run, read without the model; None if there is no checkpoint.
+
+    Args:
+        run_path: ``storage_path`` of the ``RunConfig`` and the run's name.
+
+    Raises:
+        ResumeError: the checkpoint holds no position.
+    """
+    try:
+        checkpoint = ray.train.Result.from_path(run_path).checkpoint
+    except RuntimeError:  # no such run, or none that has reported yet
+        return None
+    if checkpoint is None:
+        return None
+    try:
+        with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{POSITION_FILE}") as file:
+            return Position.from_json(file.read().decode("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResumeError(
+            f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}, {error}: was it saved by save_checkpoint?"
+        ) from None
+
+
 def restore_checkpoint(
     loader: Loader, model: nn.Module, optimizer: Stateful | None = None, schedule: Stateful | None = None
 ) -> bool:

@@ -18,18 +18,14 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-from ray.train.torch import TorchTrainer, prepare_model
+from ray.train import WorkerGroupError
+from ray.train.torch import prepare_model
 
 import ingest
-from ingest.lanes import require_world_size
-from ingest.pipeline import ensure_ray, require_resources, translated
-from ingest.run import Run
-from jobs.mailbox import opened, send_log
+from jobs.launch import CPUS_PER_TRAINER, check, explain, fit
+from jobs.mailbox import send_log
 from jobs.model import GPT, GPTConfig, loss_sum
-from jobs.progress import Progress
-
-CPUS_PER_TRAINER = 1
+from jobs.progress import Progress, report
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -79,10 +75,10 @@ def train_step(model: torch.nn.Module, optimizer: Any, schedule: Any, batch: ing
     return float(sums[0]) / total
 
 
-def world_sizes(text: str) -> int | tuple[int, int]:
+def world_sizes(text: str) -> tuple[int, int]:
     """``N`` or ``MIN:MAX``."""
     low, _, high = text.partition(":")
-    return (int(low), int(high)) if high else int(low)
+    return int(low), int(high or low)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -91,77 +87,35 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="run.yaml")
     parser.add_argument("--storage", required=True, metavar="URI", help="directory or URI of all runs")
     parser.add_argument("--name", required=True, help="of this run; the same name resumes it")
-    parser.add_argument("--num-workers", type=world_sizes, default=1, metavar="N|MIN:MAX", help="ranks (default 1)")
+    parser.add_argument(
+        "--num-workers", type=world_sizes, default=(1, 1), metavar="N|MIN:MAX", help="ranks (default 1)"
+    )
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
     options = parser.parse_args(arguments)
-    options.arguments = sys.argv[1:] if arguments is None else arguments
+    options.storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())
+    given = sys.argv[1:] if arguments is None else arguments
+    last = max((i for i, word in enumerate(given) if word == "--max-steps"), default=len(given))
+    options.arguments = [*given[:last], *given[last + 2 :]]
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the job; returns the exit code: 0, 1 failed, 2 the input is at fault."""
     options = parse(arguments)
+    began = time.perf_counter()
     try:
-        return run(options)
+        result = fit(train, options, check(options))
     except ingest.IngestError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except WorkerGroupError as failed:
-        causes = {rank: translated(failure) for rank, failure in sorted(failed.worker_failures.items())}
-        for rank, cause in causes.items():
-            print(f"rank {rank}: {type(cause).__name__}: {cause}", file=sys.stderr)
-        return max(1 if isinstance(cause, ingest.ResourceError) else cause.exit_code for cause in causes.values())
-
-
-def run(options: argparse.Namespace) -> int:
-    """Checks everything that can be checked, trains, and prints what came of it."""
-    for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
-        if count is not None and count < 1:
-            raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
-    config = ingest.IngestConfig.from_yaml(options.config)
-    low, high = options.num_workers if isinstance(options.num_workers, tuple) else (options.num_workers,) * 2
-    for size in range(low, high + 1):
-        require_world_size(size, config.lanes)
-    Run.prepare(config, progress=print)  # a fault in the input shows here, before any worker starts
-    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
-    require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
-    storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())
-    began, use_gpu = time.perf_counter(), torch.cuda.is_available()
-    with opened(print) as mailbox:
-        result = TorchTrainer(
-            train,
-            train_loop_config={
-                "mailbox": mailbox,
-                "config": config.to_dict(),
-                "max_steps": options.max_steps,
-                "checkpoint_every": options.checkpoint_every,
-                "learning_rate": options.learning_rate,
-            },
-            scaling_config=ScalingConfig(
-                num_workers=options.num_workers,
-                use_gpu=use_gpu,
-                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu)},
-            ),
-            run_config=RunConfig(
-                name=options.name,
-                storage_path=storage,
-                checkpoint_config=CheckpointConfig(num_to_keep=2),
-                failure_config=FailureConfig(max_failures=3),
-            ),
-        ).fit()
+        return explain(failed)
     report(result, time.perf_counter() - began)
-    again = options.arguments + (["--max-steps", str(2 * options.max_steps)] if options.max_steps else [])
-    print(f"{'go on with':<16} python -m jobs.pretrain {shlex.join(again)}")
+    more = ["--max-steps", str(2 * options.max_steps)] if options.max_steps else []
+    print(f"{'go on with':<16} python -m jobs.pretrain {shlex.join([*options.arguments, *more])}")
     return 0
-
-
-def report(result: ray.train.Result, wall_s: float) -> None:
-    """Prints the last reported metrics and where the last checkpoint lies."""
-    checkpoint = None if result.checkpoint is None else result.checkpoint.path
-    for name, value in {**(result.metrics or {}), "wall_s": wall_s, "checkpoint": checkpoint}.items():
-        print(f"{name:<16} {value:,.4g}" if isinstance(value, float) else f"{name:<16} {value}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any
 
+import ray.train
+
 import ingest
 
 EVERY_S = 5.0
@@ -53,3 +55,10 @@ class Progress:
         elapsed = time.perf_counter() - self._began - timing.first_batch_s
         tokens = self._loader.position.tokens - self._start.tokens
         return (tokens / elapsed, timing.wait_s / elapsed) if elapsed > 0 else (0.0, 0.0)
+
+
+def report(result: ray.train.Result, wall_s: float) -> None:
+    """Prints the last reported metrics and where the last checkpoint lies."""
+    checkpoint = None if result.checkpoint is None else result.checkpoint.path
+    for name, value in {**(result.metrics or {}), "wall_s": wall_s, "checkpoint": checkpoint}.items():
+        print(f"{name:<16} {value:,.4g}" if isinstance(value, float) else f"{name:<16} {value}")

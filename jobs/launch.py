@@ -1,0 +1,95 @@
+"""The driver's side of a job: what is checked before a worker starts, how it starts, and what is said when it fails."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train.torch import TorchTrainer
+
+import ingest
+from ingest.lanes import require_world_size
+from ingest.pipeline import cause_of, ensure_ray, require_resources
+from ingest.run import Run
+from ingest.train import newest_position
+from jobs.mailbox import opened
+
+CPUS_PER_TRAINER = 1
+
+
+def check(options: argparse.Namespace) -> ingest.IngestConfig:
+    """Finds the faults of the input: settings, files, tokenizer, and the position to resume at."""
+    for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
+        if count is not None and count < 1:
+            raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
+    config = ingest.IngestConfig.from_yaml(options.config)
+    low, high = options.num_workers
+    if low > high:
+        raise ingest.ConfigError(f"--num-workers must be N or MIN:MAX; got {low}:{high}: swap them")
+    for size in range(low, high + 1):
+        require_world_size(size, config.lanes)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # else it explains at length that there is a run to resume
+    prepared = Run.prepare(config, progress=print)
+    position = newest_position(f"{options.storage}/{options.name}")
+    if position is not None:
+        prepared.require(position)
+    return config
+
+
+def fit(
+    train: Callable[[dict[str, Any]], None], options: argparse.Namespace, config: ingest.IngestConfig
+) -> ray.train.Result:
+    """Runs ``train`` on every worker, saying here what they log.
+
+    Raises:
+        ResourceError: the cluster lacks the CPUs.
+        WorkerGroupError: a worker failed more often than is forgiven.
+    """
+    low, high = options.num_workers
+    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
+    require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
+    use_gpu = torch.cuda.is_available()
+    workers: Any = low if low == high else (low, high)
+    with opened(print) as mailbox:
+        return TorchTrainer(
+            train,
+            train_loop_config={
+                "mailbox": mailbox,
+                "config": config.to_dict(),
+                "max_steps": options.max_steps,
+                "checkpoint_every": options.checkpoint_every,
+                "learning_rate": options.learning_rate,
+            },
+            scaling_config=ScalingConfig(
+                num_workers=workers,
+                use_gpu=use_gpu,
+                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu)},
+            ),
+            run_config=RunConfig(
+                name=options.name,
+                storage_path=options.storage,
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+                failure_config=FailureConfig(max_failures=3),
+            ),
+        ).fit()
+
+
+def explain(failed: WorkerGroupError) -> int:
+    """Says which rank failed and why, one line each.
+
+    Returns:
+        The exit code: 2 where the input is at fault, else 1.
+    """
+    codes = []
+    for rank, failure in sorted(failed.worker_failures.items()):
+        cause = cause_of(failure)
+        told = cause or failure
+        print(f"rank {rank}: {type(told).__name__}: {told}", file=sys.stderr)
+        codes.append(1 if cause is None or isinstance(cause, ingest.ResourceError) else cause.exit_code)
+    return max(codes, default=1)
