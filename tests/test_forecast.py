@@ -1,0 +1,53 @@
+"""What ``ingest plan`` says, against literal sizes and against what the run then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ingest.config import IngestConfig
+from ingest.forecast import forecast
+from ingest.run import Run
+from tests.tiny import tokenizer_json, write_parquet
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder: Path = tmp_path_factory.mktemp("forecast")
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    for number in range(4):
+        write_parquet(folder / "data" / f"{number}.parquet", ["word " * (10 + number)] * 18, row_group_size=6)
+    return {
+        "sources": [{"name": "words", "path": str(folder / "data")}],
+        "tokenizer": {"path": str(folder / "tokenizer.json"), "eos_token": "<|endoftext|>", "backend": "tokenizers"},
+        "packing": {"sequence_length": 8},
+        "lanes": 4,
+        "global_batch_rows": 8,
+    }
+
+
+def figures(settings: dict, step_time_s: float = 1.0) -> dict:
+    return forecast(Run.prepare(IngestConfig.from_dict(settings)), step_time_s)
+
+
+def test_the_forecast_names_the_windows_that_the_plan_makes(settings: dict) -> None:
+    run = Run.prepare(IngestConfig.from_dict(settings))
+    told = forecast(run, 1.0)
+    assert told["windows"] == len(list(run.plan.windows(run.plan.start())))
+    assert told["world_sizes"] == "1 2 4"
+    assert told["tokens"] == sum(int(source.unit_tokens.sum()) for source in run.manifest.sources)
+
+
+def test_the_demand_grows_as_the_step_gets_shorter(settings: dict) -> None:
+    slow, fast = figures(settings, 1.0), figures(settings, 0.001)
+    assert (slow["demanded_tokens_per_s"], fast["demanded_tokens_per_s"]) == (64, 64_000)
+    assert (slow["demanded_actors"], fast["demanded_actors"]) == (1, 1)
+    assert figures(settings, 0.00001)["demanded_actors"] == 22
+
+
+def test_what_will_hurt_is_said_before_it_does(settings: dict) -> None:
+    tight = settings | {"shuffle": {"window_tokens": 64}, "resources": {"tokenize_actors": 1}}
+    warnings = " ".join(figures(tight, 0.00001)["warnings"])
+    assert "padding may reach" in warnings
+    assert "1 actors tokenize about 300,000 tokens/s and the trainer takes 6,400,000" in warnings
