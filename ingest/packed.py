@@ -33,8 +33,8 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ingest.errors import ConfigError, DataError
-from ingest.parquet import damaged, verified
-from ingest.retry import classify, from_store, retrying
+from ingest.parquet import decoding, verified
+from ingest.retry import retrying
 from ingest.slab import IntArray, Rows
 from ingest.storage import Storage
 
@@ -210,16 +210,8 @@ def read_packed(
     """
 
     def read() -> PackedRows:
-        try:
+        with decoding(path, row_group):
             return _read(storage, path, row_group, form, expect)
-        except OSError as error:
-            if classify(error) == "transient" or from_store(error):
-                raise
-            raise damaged(path, row_group, error) from error
-        except pa.ArrowMemoryError:
-            raise
-        except pa.ArrowException as error:
-            raise damaged(path, row_group, error) from error
 
     return retrying(read, f"read row group {row_group} of {path}", storage.config)
 

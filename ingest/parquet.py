@@ -13,6 +13,7 @@ Rejected: ``pyarrow.dataset``, which reads ahead over row groups and files and h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections import OrderedDict
@@ -147,19 +148,14 @@ def read_documents(
     def advance() -> pa.LargeStringArray | None:
         nonlocal batches
         try:
-            if batches is None:
-                batches = _batches(storage, path, row_group, column, expect, batch_rows, request_bytes)
-                _skip(batches, rows)
-            return next(batches, None)
-        except OSError as error:
-            batches = None
-            if classify(error) == "transient" or from_store(error):
-                raise
-            raise damaged(path, row_group, error) from error
-        except pa.ArrowMemoryError:
+            with decoding(path, row_group):
+                if batches is None:
+                    batches = _batches(storage, path, row_group, column, expect, batch_rows, request_bytes)
+                    _skip(batches, rows)
+                return next(batches, None)
+        except OSError:
+            batches = None  # a repeated try opens the file again
             raise
-        except pa.ArrowException as error:
-            raise damaged(path, row_group, error) from error
 
     while (array := retrying(advance, f"read row group {row_group} of {path}", storage.config)) is not None:
         yield array
@@ -301,6 +297,25 @@ def _first_invalid(array: pa.Array) -> int:
     return 0
 
 
-def damaged(path: str, row_group: int, error: Exception) -> DataError:
-    """The error to raise where a row group cannot be decoded."""
+@contextlib.contextmanager
+def decoding(path: str, row_group: int) -> Iterator[None]:
+    """Tells a file that cannot be decoded from one that cannot be reached just now.
+
+    Raises:
+        DataError: pyarrow refused the content; the message names the file and the row group.
+        OSError: of the filesystem, as it came, to be classified by ``retrying``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if classify(error) == "transient" or from_store(error):
+            raise
+        raise _damaged(path, row_group, error) from error
+    except pa.ArrowMemoryError:
+        raise
+    except pa.ArrowException as error:
+        raise _damaged(path, row_group, error) from error
+
+
+def _damaged(path: str, row_group: int, error: Exception) -> DataError:
     return DataError(f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file")
