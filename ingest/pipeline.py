@@ -39,7 +39,7 @@ from ingest.errors import IngestError, ResourceError
 from ingest.plan import Cursors
 from ingest.run import Maker, Run
 from ingest.slab import Slab
-from ingest.window import WindowSpec
+from ingest.spec import WindowSpec
 
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave

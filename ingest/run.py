@@ -18,9 +18,10 @@ from ingest.packed import PackedFormat, PackedRows, read_packed
 from ingest.parquet import read_documents
 from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
 from ingest.position import Position
+from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.storage import Storage
 from ingest.tokenizer import Tokenizer
-from ingest.window import UnitSpec, Window, WindowSettings, WindowSpec, make_window
+from ingest.window import Window, make_window
 
 WEIGHT_UNIT = 1_000_000  # weights become integers of this resolution, so that the mixture is exact
 

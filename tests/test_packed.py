@@ -26,8 +26,9 @@ from ingest.parquet import read_footer
 from ingest.plan import Cursors, SourceCursor
 from ingest.run import Run
 from ingest.slab import Rows
+from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.storage import Storage
-from ingest.window import UnitSpec, WindowSettings, WindowSpec, document_address, make_window
+from ingest.window import document_address, make_window
 from tests.conftest import lines_of, read_lines, steps_without_ray, texts, write_config, write_corpus, write_tokenizer
 from tests.tiny import EOS, Tiny, encode
 

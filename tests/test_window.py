@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest.documents import ENCODE_BYTES
 from ingest.errors import DataError
 from ingest.plan import Cursors, SourceCursor
 from ingest.slab import Rows, row_digests
+from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.tokenizer import DocumentError
-from ingest.window import ENCODE_BYTES, UnitSpec, Window, WindowSettings, WindowSpec, document_address, make_window
+from ingest.window import Window, document_address, make_window
 from tests.tiny import EOS, Tiny, documents_of, encode
 
 CORPUS = ((("a", "bb", "ccc"), ("dddd", "", "eeeee", None), ("f" * 12, "g", "h", "i", "j")),)

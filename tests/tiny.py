@@ -15,7 +15,8 @@ from ingest.lanes import Lanes, Step, steps
 from ingest.plan import Cursors, Plan, PlanSource
 from ingest.position import Position
 from ingest.slab import Slab
-from ingest.window import UnitSpec, Window, WindowSettings, WindowSpec, make_window
+from ingest.spec import UnitSpec, WindowSettings, WindowSpec
+from ingest.window import Window, make_window
 
 EOS = 256
 
