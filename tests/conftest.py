@@ -37,6 +37,20 @@ hypothesis.settings.register_profile("ingest", deadline=None, database=None)
 hypothesis.settings.load_profile("ingest")
 
 
+CORE = (
+    *("config", "errors", "glob", "lanes", "loader", "manifest", "packed", "packing", "parquet", "plan", "position"),
+    *("readahead", "run", "slab", "storage", "tokenizer", "window"),
+)
+OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m core`` chooses what needs nothing but this process: the tests of the modules without Ray and torch."""
+    for item in items:
+        if item.path.stem.removeprefix("test_") in CORE and not any(item.get_closest_marker(name) for name in OUTSIDE):
+            item.add_marker("core")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Manifests of the tests are cached apart from the user's, in this process and in those it starts."""

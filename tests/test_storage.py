@@ -180,6 +180,7 @@ def test_a_storage_travels_with_its_settings_alone(tmp_path):
     assert again.read_bytes(f"{tmp_path}/a") == b"x"
 
 
+@pytest.mark.slow
 def test_storage_needs_neither_ray_nor_torch():
     code = "import sys, ingest.storage, ingest.manifest; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -83,6 +83,7 @@ def test_truncation_and_padding_in_the_file_are_off(load):
     assert flat.tolist() == [flat[0]] * 10 + [0, flat[0], 0]
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_the_library_in_order_over_many_chunks(load, tokenizer_bytes):
     import tokenizers
 
@@ -152,6 +153,7 @@ def test_a_missing_text_is_a_data_error_that_says_which_document(load):
     assert caught.value.index == 1
 
 
+@pytest.mark.slow
 def test_importing_the_module_imports_no_tokenizer_library():
     code = "import sys, ingest.tokenizer; print({'tokenizers', 'tiktoken', 'ray', 'torch'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -218,6 +220,7 @@ def test_a_pickled_tokenizer_keeps_its_backend_and_not_its_encoder(fast, tokeniz
     assert copy.encode(["the cat"])[0].tolist() == fast.encode(["the cat"])[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_run_too_long_for_the_regex_of_tiktoken_is_left_to_the_reference(fast, load):
     texts = ["the", "x" + " " * 1_100_000 + "y"]
     assert np.array_equal(fast.encode(texts)[0], load().encode(texts)[0])
