@@ -75,7 +75,7 @@ def drain(
         ConfigError: the world size does not divide the lanes.
         OrderError: the ranks' rows are not those that the position promises.
     """
-    from ingest.pipeline import ensure_ray
+    from ingest.cluster import ensure_ray
 
     require_world_size(world_size, run.config.lanes)
     if position is not None:

@@ -201,7 +201,8 @@ def _own_stream(run: Run, position: Position) -> SlabStream:
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        from ingest.pipeline import Stream, ensure_ray
+        from ingest.cluster import ensure_ray
+    from ingest.pipeline import Stream
 
     ensure_ray(run.config)
     return Stream.open(run, position.cursors, world_size=1)

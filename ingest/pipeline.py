@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import os
 import pickle
-import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,7 +30,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ingest.config import IngestConfig, ResourcesConfig
+from ingest.cluster import require_memory, require_resources
 from ingest.errors import IngestError, ResourceError
 from ingest.plan import Cursors
 from ingest.run import Maker, Run
@@ -43,93 +39,6 @@ from ingest.spec import WindowSpec
 
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
-CONNECT_S = 10.0
-SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
-
-
-def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
-    """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
-
-    ``RAY_ADDRESS`` names the cluster; ``local`` starts one even where another runs on this machine.
-
-    Args:
-        config: its ``resources`` say what tokenization needs.
-        extra_cpus: logical CPUs that others need at the same time (trainers).
-
-    Raises:
-        ResourceError: ``RAY_ADDRESS`` names a cluster that cannot be reached.
-    """
-    if ray.is_initialized():
-        return
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address not in ("local", "auto"):
-        _require_listener(address)
-    if address != "local":
-        with contextlib.suppress(ConnectionError):
-            ray.init(address=address or "auto", **quiet)
-            return
-        if address:
-            raise ResourceError(
-                f"RAY_ADDRESS must name a running cluster; got {address}: start it, or unset RAY_ADDRESS"
-            )
-    need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
-    cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-
-
-def _require_listener(address: str) -> None:
-    """Refuses an address that nobody listens at; Ray itself would try for a quarter of an hour."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise ResourceError(
-            f"RAY_ADDRESS must name a running cluster; got {address}, {error}: start it, or unset RAY_ADDRESS"
-        ) from None
-
-
-def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> None:
-    """Compares what the job needs with what the cluster has, so that it cannot wait for ever.
-
-    Args:
-        resources: the tokenization pool.
-        extra_cpus: logical CPUs that trainers will take beside it and do not hold yet.
-
-    Raises:
-        ResourceError: the demand does not fit; with the numbers and the smallest change that makes it fit.
-    """
-    each, fewest = resources.cpus_per_actor, resources.min_actors
-    need = fewest * each + extra_cpus
-    deadline = time.monotonic() + max(SETTLE_S, resources.cluster_wait_s)
-    if resources.cluster_wait_s:
-        from ray.autoscaler.sdk import request_resources
-
-        request_resources(bundles=[{"CPU": each}] * fewest)
-    while True:
-        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        total, free = sum(nodes), ray.available_resources().get("CPU", 0.0)
-        if free >= need and max(nodes, default=0) >= each:
-            return
-        impossible = total < need or max(nodes, default=0) < each
-        if time.monotonic() > deadline or (impossible and not resources.cluster_wait_s):
-            break
-        time.sleep(0.1)
-    demand = f"{fewest} tokenization actors of {each:g} CPUs" + (
-        f" and {extra_cpus:g} for trainers" if extra_cpus else ""
-    )
-    has = f"{total:g} CPUs in all, {free:g} free, the largest node {max(nodes, default=0):g}"
-    room = int((free - extra_cpus) // each)
-    step = (
-        f"set resources.tokenize_actors to {[room, room]}"
-        if room >= 1
-        else "add CPUs or lower resources.cpus_per_actor"
-    )
-    raise ResourceError(
-        f"the job must fit the cluster; needs {need:g} CPUs ({demand}), the cluster has {has}: {step}, "
-        "start Ray with more num_cpus, or set resources.cluster_wait_s where an autoscaler will add nodes"
-    )
 
 
 class _WindowSource(Datasource):
@@ -250,6 +159,7 @@ class Stream:
             ResourceError: the cluster lacks the CPUs.
         """
         require_resources(run.config.resources)
+        require_memory(run)
         name = f"ingest-stream-{uuid.uuid4().hex}"
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         server: Any = _Server.options(  # type: ignore[attr-defined]

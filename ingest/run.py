@@ -122,6 +122,12 @@ class Run:
         total = sum(int(source.unit_tokens.sum()) for source in self.manifest.sources)
         return auto_window_tokens(total, self.config.packing.sequence_length, self.config.lanes)
 
+    @property
+    def largest_window_tokens(self) -> int:
+        """No window has more, as estimated: it closes with the unit that reaches the target, or takes a tail along."""
+        largest_unit = max(int(source.unit_tokens.max()) for source in self.manifest.sources)
+        return self.window_tokens * 3 // 2 + largest_unit
+
     @cached_property
     def plan(self) -> Plan:
         """The order of units."""

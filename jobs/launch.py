@@ -14,8 +14,9 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig,
 from ray.train.torch import TorchTrainer
 
 import ingest
+from ingest.cluster import ensure_ray, require_resources
 from ingest.lanes import require_world_size
-from ingest.pipeline import cause_of, ensure_ray, require_resources
+from ingest.pipeline import cause_of
 from ingest.run import Run
 from ingest.train import newest_position
 from jobs.mailbox import opened

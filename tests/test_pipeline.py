@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -12,12 +13,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from ingest.cluster import require_memory, require_resources
 from ingest.config import IngestConfig, ResourcesConfig
 from ingest.drain import drain
 from ingest.errors import DataError, IngestError, OrderError, ResourceError, StorageError
 from ingest.lanes import step_digest
 from ingest.loader import Loader
-from ingest.pipeline import Stream, require_resources
+from ingest.pipeline import Stream
 from ingest.run import Run
 from tests.conftest import CPUS, lines_of, start_ray, steps_without_ray, texts, until, write_config, write_corpus
 
@@ -279,3 +281,13 @@ def test_one_cpu_in_all_is_enough_for_one_actor(run, expected, no_ray):
     start_ray(1)
     with Loader(run.config, run=run) as loader:
         assert digests([list(loader.steps())]) == digests_of(expected)
+
+
+def test_windows_larger_than_the_cluster_are_refused_with_the_size_that_fits(run, shared_ray):
+    require_memory(run)
+    shuffle = replace(run.config.shuffle, window_tokens=10**13)
+    with pytest.raises(ResourceError) as caught:
+        require_memory(replace(run, config=replace(run.config, shuffle=shuffle)))
+    told = re.search(r"must fit the cluster's \w+; .* set shuffle.window_tokens to ([\d,]+)", str(caught.value))
+    smaller = replace(shuffle, window_tokens=int(told[1].replace(",", "")))
+    require_memory(replace(run, config=replace(run.config, shuffle=smaller)))

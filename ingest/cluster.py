@@ -1,0 +1,132 @@
+"""The cluster a stream runs on: joined or started, and checked for what the job needs before anything waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import ray
+
+from ingest.config import IngestConfig, ResourcesConfig
+from ingest.errors import ResourceError
+from ingest.run import Run
+
+INTERPRETER_BYTES = 300 << 20  # an actor before it has read anything
+CONNECT_S = 10.0
+SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
+
+
+def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
+    """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
+
+    ``RAY_ADDRESS`` names the cluster; ``local`` starts one even where another runs on this machine.
+
+    Args:
+        config: its ``resources`` say what tokenization needs.
+        extra_cpus: logical CPUs that others need at the same time (trainers).
+
+    Raises:
+        ResourceError: ``RAY_ADDRESS`` names a cluster that cannot be reached.
+    """
+    if ray.is_initialized():
+        return
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address not in ("local", "auto"):
+        _require_listener(address)
+    if address != "local":
+        with contextlib.suppress(ConnectionError):
+            ray.init(address=address or "auto", **quiet)
+            return
+        if address:
+            raise ResourceError(
+                f"RAY_ADDRESS must name a running cluster; got {address}: start it, or unset RAY_ADDRESS"
+            )
+    need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
+    cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+
+
+def _require_listener(address: str) -> None:
+    """Refuses an address that nobody listens at; Ray itself would try for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ResourceError(
+            f"RAY_ADDRESS must name a running cluster; got {address}, {error}: start it, or unset RAY_ADDRESS"
+        ) from None
+
+
+def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> None:
+    """Compares what the job needs with what the cluster has, so that it cannot wait for ever.
+
+    Args:
+        resources: the tokenization pool.
+        extra_cpus: logical CPUs that trainers will take beside it and do not hold yet.
+
+    Raises:
+        ResourceError: the demand does not fit; with the numbers and the smallest change that makes it fit.
+    """
+    each, fewest = resources.cpus_per_actor, resources.min_actors
+    need = fewest * each + extra_cpus
+    deadline = time.monotonic() + max(SETTLE_S, resources.cluster_wait_s)
+    if resources.cluster_wait_s:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=[{"CPU": each}] * fewest)
+    while True:
+        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+        total, free = sum(nodes), ray.available_resources().get("CPU", 0.0)
+        if free >= need and max(nodes, default=0) >= each:
+            return
+        impossible = total < need or max(nodes, default=0) < each
+        if time.monotonic() > deadline or (impossible and not resources.cluster_wait_s):
+            break
+        time.sleep(0.1)
+    demand = f"{fewest} tokenization actors of {each:g} CPUs" + (
+        f" and {extra_cpus:g} for trainers" if extra_cpus else ""
+    )
+    has = f"{total:g} CPUs in all, {free:g} free, the largest node {max(nodes, default=0):g}"
+    room = int((free - extra_cpus) // each)
+    step = (
+        f"set resources.tokenize_actors to {[room, room]}"
+        if room >= 1
+        else "add CPUs or lower resources.cpus_per_actor"
+    )
+    raise ResourceError(
+        f"the job must fit the cluster; needs {need:g} CPUs ({demand}), the cluster has {has}: {step}, "
+        "start Ray with more num_cpus, or set resources.cluster_wait_s where an autoscaler will add nodes"
+    )
+
+
+def require_memory(run: Run) -> None:
+    """Compares the memory that windows of this size need with what the cluster has.
+
+    An actor holds the tokens of a window three times, and two windows at once. In the object store lie the
+    windows that ranks have open and ahead, and those that actors have made and nobody has taken yet.
+
+    Raises:
+        ResourceError: it does not fit; with the numbers and the window size that would.
+    """
+    resources, wire = run.config.resources, run.largest_window_tokens * run.tokenizer.token_dtype.itemsize
+    windows = 2 * (resources.prefetch_windows + 1) + 2 * resources.min_actors
+    demands = {
+        "memory": resources.min_actors * (6 * wire + INTERPRETER_BYTES),
+        "object_store_memory": windows * wire,
+    }
+    cluster = ray.cluster_resources()
+    tightest = max(demands, key=lambda what: demands[what] / max(1.0, cluster.get(what, 0.0)))
+    need, has = demands[tightest], cluster.get(tightest, 0.0)
+    if need > has:
+        fitting = max(1, int(run.largest_window_tokens * has / need / 2))
+        raise ResourceError(
+            f"windows of up to {run.largest_window_tokens:,} tokens must fit the cluster's {tightest}; they need "
+            f"{need / 1e6:,.0f} MB with {resources.min_actors} actors, it has {has / 1e6:,.0f} MB: set "
+            f"shuffle.window_tokens to {fitting:,} (another order), write smaller row groups, or give Ray more"
+        )
