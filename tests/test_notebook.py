@@ -39,7 +39,7 @@ print(os.getpid())
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_notebook_breaks_off_goes_on_and_resumes_without_a_word_of_its_own(
     no_ray, tokenizer_file, tmp_path, monkeypatch
 ):

@@ -511,7 +511,7 @@ def test_a_uri_is_written_like_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_pack_then_stream_at_every_world_size_and_resume(sample: Path, shared_ray, tmp_path, capsys) -> None:
     out = tmp_path / "rows"
     code, printed, said = run_command(capsys, "pack", sample / "run.yaml", out, "--json")

@@ -23,7 +23,7 @@ from ingest.pipeline import Stream
 from ingest.run import Run
 from tests.conftest import CPUS, lines_of, start_ray, steps_without_ray, texts, until, write_config, write_corpus
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def assert_equal_states(one, other):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_the_job_trains_on_the_steps_of_the_plan_and_says_how_it_went(uninterrupted, expected):
     assert uninterrupted.newest() == expected.to_dict()
     said = dict(line.split(None, 1) for line in uninterrupted.out.splitlines())
@@ -116,7 +116,7 @@ def test_the_job_trains_on_the_steps_of_the_plan_and_says_how_it_went(uninterrup
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_killed_and_started_again_it_reaches_the_same_weights_and_elsewhere_the_same_digest(
     uninterrupted, job, no_ray, started, config, tmp_path
 ):
@@ -133,7 +133,7 @@ def test_killed_and_started_again_it_reaches_the_same_weights_and_elsewhere_the_
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_started_again_after_its_end_it_ends_at_once_at_the_same_step(uninterrupted, no_ray):
     before, states = uninterrupted.newest(), uninterrupted.states()
     said = uninterrupted.finish()
@@ -144,7 +144,7 @@ def test_started_again_after_its_end_it_ends_at_once_at_the_same_step(uninterrup
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_workers_killed_and_started_again_reach_the_same_weights(job, no_ray, started, config, tmp_path, expected):
     whole = Job(started, config, tmp_path / "whole")
     whole.finish(num_workers=2)
@@ -156,13 +156,13 @@ def test_two_workers_killed_and_started_again_reach_the_same_weights(job, no_ray
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_run_of_other_settings_under_the_same_name_is_refused_with_both_values(uninterrupted, config, no_ray):
     other = changed(config, shuffle={"window_tokens": 4000, "seed": 7})
     done = uninterrupted.start(config=other).wait(150)
     assert done.code == 2
     [line] = done.err.splitlines()
-    assert line.startswith("rank 0: ResumeError: position at step 60 belongs to another run; ")
+    assert line.startswith("ResumeError: position at step 60 belongs to another run; ")
     assert "shuffle.seed: 0 then, 7 now" in line
 
 

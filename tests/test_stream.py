@@ -8,7 +8,7 @@ from ingest.cli import main
 from ingest.config import IngestConfig
 from tests.conftest import lines_of, read_lines, steps_without_ray, texts, write_config, write_corpus
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 KEYS = {"steps", "rows", "tokens", "tokens_per_s", "first_batch_s", "wait_share", "padding_share", "digest"}
 

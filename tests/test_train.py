@@ -74,7 +74,7 @@ def restored_with_an_optimizer_that_was_not_saved(settings):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_checkpoint_holds_the_position_and_the_model_and_restores_both(config, expected, shared_ray, tmp_path):
     result = fit(three_steps_and_a_checkpoint, config, tmp_path)
     saved = expected[2]
@@ -111,12 +111,12 @@ def rank_1_fails_at_step_3(settings):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)
-def test_a_rank_that_fails_ends_the_run_within_a_minute_and_is_named(config, shared_ray, tmp_path):
+@pytest.mark.timeout(400)
+def test_a_rank_that_fails_ends_the_run_and_is_named(config, shared_ray, tmp_path):
     began = time.monotonic()
     with pytest.raises(WorkerGroupError) as failed:
         fit(rank_1_fails_at_step_3, config, tmp_path, num_workers=2)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 150  # about 25 on free cores; without the failure it would wait for ever
     assert "no such thing as step 3" in str(failed.value.worker_failures[1])
 
 
