@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from ingest.run import Run
 
 INTERPRETER_BYTES = 300 << 20  # an actor before it has read anything
 CONNECT_S = 10.0
+LOCAL_FACTOR = 4  # logical CPUs a core at most where Ray is started here: each is a process of 200 MB
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
 
 
@@ -30,7 +32,7 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
         extra_cpus: logical CPUs that others need at the same time (trainers).
 
     Raises:
-        ResourceError: ``RAY_ADDRESS`` names a cluster that cannot be reached.
+        ResourceError: ``RAY_ADDRESS`` names a cluster that cannot be reached, or this machine is far too small.
     """
     if ray.is_initialized():
         return
@@ -48,7 +50,13 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
                 f"RAY_ADDRESS must name a running cluster; got {address}: start it, or unset RAY_ADDRESS"
             )
     need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
-    cpus = max(os.cpu_count() or 1, int(-(-need // 1)))
+    cores = os.cpu_count() or 1
+    cpus = max(cores, math.ceil(need))
+    if cpus > max(8, LOCAL_FACTOR * cores):
+        raise ResourceError(
+            f"a local Ray must fit this machine; the job needs {need:g} CPUs, it has {cores} cores: set "
+            f"resources.tokenize_actors to {[1, cores]}, or set RAY_ADDRESS to a cluster"
+        )
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
 
 

@@ -167,12 +167,27 @@ class ResourcesConfig:
     def __post_init__(self) -> None:
         low, high = self.min_actors, self.max_actors
         _require(1 <= low <= high, "resources.tokenize_actors must be 1 <= min <= max", [low, high], "try [1, 8]")
-        _require(self.cpus_per_actor > 0, "resources.cpus_per_actor must be > 0", self.cpus_per_actor, "try 1")
+        _require(
+            1e-4 <= self.cpus_per_actor <= 1e6,
+            "resources.cpus_per_actor must be 0.0001 to 1000000",
+            self.cpus_per_actor,
+            "try 1",
+        )
         whole = self.cpus_per_actor < 1 or float(self.cpus_per_actor).is_integer()
         rule = "resources.cpus_per_actor must be whole or below 1 (Ray's rule)"
         _require(whole, rule, self.cpus_per_actor, "round it")
-        _require(self.prefetch_windows >= 1, "resources.prefetch_windows must be >= 1", self.prefetch_windows, "try 2")
-        _require(self.prefetch_batches >= 1, "resources.prefetch_batches must be >= 1", self.prefetch_batches, "try 2")
+        _require(
+            1 <= self.prefetch_windows <= 1024,
+            "resources.prefetch_windows must be 1 to 1024",
+            self.prefetch_windows,
+            "try 2",
+        )
+        _require(
+            1 <= self.prefetch_batches <= 1024,
+            "resources.prefetch_batches must be 1 to 1024",
+            self.prefetch_batches,
+            "try 2",
+        )
         _require(self.cluster_wait_s >= 0, "resources.cluster_wait_s must be >= 0", self.cluster_wait_s, "try 300")
         _require(self.stall_timeout_s > 0, "resources.stall_timeout_s must be > 0", self.stall_timeout_s, "try 600")
 
@@ -227,6 +242,8 @@ class IngestConfig:
         _require(not mixed, rule, weights, "a share has no meaning beside a size: set the missing ones")
         _require(1 <= self.lanes <= 65536, "lanes must be 1 to 65536", self.lanes, "try 8")
         multiple = self.global_batch_rows >= 1 and self.global_batch_rows % self.lanes == 0
+        rule = "global_batch_rows must be at most 16777216"
+        _require(self.global_batch_rows <= 2**24, rule, self.global_batch_rows, "try 64")
         near = max(1, round(self.global_batch_rows / self.lanes)) * self.lanes
         rule = "global_batch_rows must be a multiple of lanes"
         _require(multiple, rule, f"{self.global_batch_rows} and {self.lanes}", f"set global_batch_rows to {near}")
@@ -298,7 +315,7 @@ def _plain(value: Any) -> Any:
 
 def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
     def absolute(path: str) -> str:
-        return path if "://" in path else str(base / Path(path).expanduser())
+        return path if "://" in path else str(base / os.path.expanduser(path))
 
     sources = tuple(
         dataclasses.replace(

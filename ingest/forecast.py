@@ -49,7 +49,7 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
         "padding_bound": bound,
         "lanes": lanes,
         "world_sizes": " ".join(str(size) for size in range(1, lanes + 1) if lanes % size == 0),
-        "actor_memory_bytes": int(largest * (text_bytes / one_pass + 3 * run.tokenizer.token_dtype.itemsize)),
+        "actor_memory_bytes": int(2 * largest * 3 * run.tokenizer.token_dtype.itemsize),
         "demanded_tokens_per_s": rate,
         "demanded_bytes_per_s": rate * text_bytes / one_pass,
         "demanded_actors": math.ceil(rate / ACTOR_TOKENS_PER_S[backend]),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ingest.errors import ConfigError, OrderError
+from ingest.errors import ConfigError, DataError, OrderError
 from ingest.position import Position
 from ingest.slab import IntArray, Rows, Slab, row_digests
 
@@ -101,6 +101,7 @@ def steps(
 
     Raises:
         OrderError: a slab is missing, repeated or misrouted.
+        DataError: a whole pass over every source brought no token, so the stream would never end.
         ResumeError: the re-made window is not the one that ``start`` was taken in.
     """
     if total_tokens is not None and start.tokens >= total_tokens:
@@ -109,6 +110,7 @@ def steps(
     slab = _next(slabs, start.window, lanes)
     place.verify(slab.prefix)
     needed, parts = lanes.lane_rows, _no_parts(lanes)
+    fertile = slab.cursors  # of the last window that held rows
     while True:
         taken = min(needed, slab.prefix.rows - place.offset)
         for number, part in enumerate(parts):
@@ -130,6 +132,13 @@ def steps(
             return
         else:
             slab = _next(slabs, place.window + 1, lanes)
+            fertile = slab.cursors if slab.prefix.rows else fertile
+            passes = zip(slab.cursors.sources, fertile.sources, strict=True)
+            if total_tokens is not None and all(now.epoch > then.epoch + 1 for now, then in passes):
+                raise DataError(
+                    f"the sources must hold text; got none in a whole pass over each after step {place.step}: "
+                    "check path and text_column"
+                )
             place = replace(place, cursors=slab.cursors, base=place.counts, offset=0)
 
 

@@ -115,7 +115,13 @@ def build_manifest(
 
 
 def load_manifest(
-    config: IngestConfig, storage: Storage, encode: Encode, progress: Progress | None = None, *, rebuild: bool = False
+    config: IngestConfig,
+    storage: Storage,
+    encode: Encode,
+    progress: Progress | None = None,
+    *,
+    rebuild: bool = False,
+    tokenizer: str = "",
 ) -> Manifest:
     """The stored manifest where there is one, else a new one, stored for the next time.
 
@@ -130,6 +136,7 @@ def load_manifest(
         encode: as for ``build_manifest``.
         progress: as for ``build_manifest``.
         rebuild: makes and stores a new one in any case.
+        tokenizer: identity of the tokenizer, on which the estimates in the fingerprint depend.
 
     Raises:
         DataError: as for ``build_manifest``; or the manifest at ``config.manifest`` is damaged or has other sources.
@@ -143,7 +150,7 @@ def load_manifest(
         storage.write_bytes(config.manifest, manifest.to_bytes())
         return manifest
     listing = _find_files(config, storage)
-    key = _cache_key(config, listing, encode)
+    key = _cache_key(config, listing, encode, tokenizer)
     if key is not None and not rebuild:
         cached = _cached("by-files", key)
         if cached is not None:
@@ -227,7 +234,7 @@ def _stored(config: IngestConfig, storage: Storage, path: str) -> Manifest:
     return manifest
 
 
-def _cache_key(config: IngestConfig, listing: list[list[FileInfo]], encode: Encode) -> str | None:
+def _cache_key(config: IngestConfig, listing: list[list[FileInfo]], encode: Encode, tokenizer: str) -> str | None:
     """32 hex digits over all that a cached manifest depends on; None where a store tells no version to rely on."""
     if any(not file.version for files in listing for file in files):
         return None
@@ -237,7 +244,7 @@ def _cache_key(config: IngestConfig, listing: list[list[FileInfo]], encode: Enco
         [source.name, source.text_column, [[file.path, file.size_bytes, file.version] for file in files]]
         for source, files in zip(config.sources, listing, strict=True)
     ]
-    return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, probe, sources]).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, tokenizer, probe, sources]).encode())
 
 
 def _cache_file(kind: str, key: str) -> str:

@@ -17,6 +17,7 @@ paths, which decodes ``%20`` and refuses spaces.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import uuid
@@ -105,7 +106,10 @@ class Storage:
             ConfigError: a scheme or the endpoint is wrong, or a path holds a credential.
         """
         found = {item.path: item for path in paths for item in self._find(path)}
-        return [found[path] for path in sorted(found)]
+        first: dict[str, FileInfo] = {}  # a file that several local links lead to is one file
+        for path in sorted(found):
+            first.setdefault(path if "://" in path else os.path.realpath(path), found[path])
+        return list(first.values())
 
     def open(self, path: str) -> pa.NativeFile:
         """Opens a file for random access.
@@ -181,7 +185,11 @@ class Storage:
         matches = glob_regex(pattern).fullmatch
         base = base.rstrip("/") or base
         selector = fs.FileSelector(base, recursive=recursive, allow_not_found=True)
-        items = self._do(f"list {place.name(base)}", lambda: place.filesystem.get_file_info(selector))
+        local = recursive and isinstance(place.filesystem, fs.LocalFileSystem)
+        items = self._do(
+            f"list {place.name(base)}",
+            lambda: place.filesystem.get_file_info(list(_walk(base)) if local else selector),
+        )
         found = []
         for item in items:
             inside = item.path[len(base) :].lstrip("/")
@@ -276,6 +284,22 @@ def _s3(config: StorageConfig, bucket: str) -> Any:
 def _file_info(place: _Place, item: Any) -> FileInfo:
     version = "" if item.mtime_ns is None else str(item.mtime_ns)
     return FileInfo(place.name(item.path), item.size, version)
+
+
+def _walk(base: str, within: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Everything below a local directory, links followed, but not into a directory that the link lies in.
+
+    Arrow's recursive selector follows such a link some forty times, and two of them side by side for ever.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        state = os.stat(base)
+        if (identity := (state.st_dev, state.st_ino)) in within:
+            return
+        with os.scandir(base) as entries:
+            for entry in entries:
+                yield entry.path
+                if entry.is_dir() and not entry.name.startswith(("_", ".")):
+                    yield from _walk(entry.path, (*within, identity))
 
 
 def _write_local(path: str, data: bytes) -> None:

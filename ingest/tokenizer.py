@@ -73,6 +73,11 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
         vocabulary = self._reference().get_vocab(with_added_tokens=True)
         self.eos_id = _eos_id(config, content, vocabulary)
+        if self.eos_id in self._reference().encode(config.eos_token, add_special_tokens=False).ids:
+            raise ConfigError(
+                f"tokenizer.eos_token must be a special token of {config.path}; got {config.eos_token!r}, which text "
+                'can contain: set "special": true for it in added_tokens, or name another'
+            )
         self.vocab_size = 1 + max(vocabulary.values())
         self.token_dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 65536 else np.uint32)
         self._fast()

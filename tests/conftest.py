@@ -74,7 +74,7 @@ def write_tokenizer(path: Path, vocab_size: int = 320, eos_token: str = "<|endof
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[eos_token], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[eos_token, "<|other|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts(100), trainer)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.errors import ConfigError, OrderError, ResumeError
+from ingest.errors import ConfigError, DataError, OrderError, ResumeError
 from ingest.lanes import Lanes, Step, step_digest, steps
 from ingest.position import Position
 from tests.tiny import EOS, Tiny, documents_of
@@ -185,3 +185,9 @@ def test_rows_of_a_step_come_lane_by_lane() -> None:
     step = next(Tiny(UNEVEN, lanes=2, global_batch_rows=4).steps())
     assert step.index_B.tolist() == [0, 2, 1, 3]
     assert np.unique(step.window_B).tolist() == [0]
+
+
+def test_an_endless_stream_of_no_text_is_an_error_and_not_a_hang() -> None:
+    tiny = Tiny((((None, ""), (None,)),), num_epochs=None, total_tokens=10)
+    with pytest.raises(DataError, match="the sources must hold text; got none in a whole pass"):
+        next(tiny.steps())

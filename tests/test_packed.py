@@ -462,8 +462,8 @@ def test_data_packed_with_other_settings_is_refused_with_both_values(sample: Pat
         settings["packing"]["sequence_length"] = 32
         values = "packing.sequence_length is 16 in the file and 32 in the settings"
     elif change == "eos token":
-        settings["tokenizer"]["eos_token"] = "a"
-        values = r"tokenizer\.eos_token is <\|endoftext\|> in the file and a in the settings"
+        settings["tokenizer"]["eos_token"] = "<|other|>"
+        values = r"tokenizer\.eos_token is <\|endoftext\|> in the file and <\|other\|> in the settings"
     else:
         settings["tokenizer"]["path"] = str(write_tokenizer(tmp_path / "tokenizer.json", vocab_size=300))
         values = r"tokenizer \(sha256\) is [0-9a-f]{64} in the file and [0-9a-f]{64} in the settings"

@@ -366,3 +366,8 @@ def test_no_document_of_the_standard_library_differs(sources, regex):
 def sources():
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [file.read_bytes().decode("utf-8", "replace") for file in files]
+
+
+def test_an_eos_token_that_text_can_contain_is_refused(load, tokenizer_bytes):
+    with pytest.raises(ConfigError, match="must be a special token of .*; got 'a', which text can contain"):
+        load(tokenizer_bytes, eos_token="a")
