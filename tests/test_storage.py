@@ -418,3 +418,14 @@ def test_a_dead_s3_endpoint_is_reported_with_its_cure(monkeypatch):
         StorageError, match=r"open s3://data/x failed after 2 tries; .*: check the network and storage\.e"
     ):
         storage.open("s3://data/x")
+
+
+def test_links_that_repeat_a_directory_or_lead_back_into_it_add_no_file(tmp_path):
+    real = tmp_path / "corpus" / "2024-01"
+    real.mkdir(parents=True)
+    (real / "a.parquet").write_bytes(b"a")
+    (tmp_path / "corpus" / "latest").symlink_to(real)
+    for name in ("loop", "again"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "corpus")
+    (found,) = Storage().find_parquet([str(tmp_path / "corpus")])
+    assert found.path == str(real / "a.parquet")

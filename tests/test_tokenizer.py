@@ -369,5 +369,5 @@ def sources():
 
 
 def test_an_eos_token_that_text_can_contain_is_refused(load, tokenizer_bytes):
-    with pytest.raises(ConfigError, match="must be a special token of .*; got 'a', which text can contain"):
+    with pytest.raises(ConfigError, match=r"must be a special token of .*; got 'a', which text can contain"):
         load(tokenizer_bytes, eos_token="a")
