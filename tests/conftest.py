@@ -44,6 +44,12 @@ CORE = (
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m core`` the files of the shell are not even imported: Ray and torch take seconds."""
+    shell = collection_path.suffix == ".py" and collection_path.stem.removeprefix("test_") not in CORE
+    return True if shell and config.getoption("markexpr") == "core" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``-m core`` chooses what needs nothing but this process: the tests of the modules without Ray and torch."""
     for item in items:

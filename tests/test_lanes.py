@@ -48,7 +48,7 @@ tinies = st.builds(
 
 
 @given(tinies)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_saving_at_every_step_and_restoring_continues_with_the_same_steps(tiny: Tiny) -> None:
     whole = list(tiny.steps())
     for saved in [tiny.start(), *(step.position for step in whole)]:
@@ -60,7 +60,7 @@ def test_saving_at_every_step_and_restoring_continues_with_the_same_steps(tiny: 
 
 
 @given(tinies, st.sampled_from([2, 4]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_every_world_size_gives_the_same_global_batches_and_positions(tiny: Tiny, world_size: int) -> None:
     alone = list(tiny.steps())
     ranks = [list(tiny.steps(rank=rank, world_size=world_size)) for rank in range(world_size)]
@@ -72,7 +72,7 @@ def test_every_world_size_gives_the_same_global_batches_and_positions(tiny: Tiny
 
 
 @given(tinies)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_every_document_is_trained_on_exactly_once_an_epoch(tiny: Tiny) -> None:
     seen = Counter(address for window in tiny.windows() for address in documents_of(window))
     expected = Counter(
@@ -90,7 +90,7 @@ def test_every_document_is_trained_on_exactly_once_an_epoch(tiny: Tiny) -> None:
 
 
 @given(tinies)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_digest_recomputed_from_the_rows_is_the_difference_of_the_positions(tiny: Tiny) -> None:
     before = 0
     for step in tiny.steps():

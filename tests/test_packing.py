@@ -66,7 +66,7 @@ inputs = (
 
 
 @given(*inputs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_token_is_an_input_exactly_once_and_in_order(
     lengths: list[int], sequence_length: int, lanes: int
 ) -> None:
@@ -80,7 +80,7 @@ def test_every_token_is_an_input_exactly_once_and_in_order(
 
 
 @given(*inputs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_piece_looks_ahead_exactly_where_its_document_goes_on(
     lengths: list[int], sequence_length: int, lanes: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_piece_looks_ahead_exactly_where_its_document_goes_on(
 
 
 @given(*inputs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_rows_differ_by_at_most_one_token_and_the_slack_is_under_one_row_a_lane(
     lengths: list[int], sequence_length: int, lanes: int
 ) -> None:

@@ -78,7 +78,7 @@ def test_golden_order_of_two_weighted_sources() -> None:
 
 
 @given(plans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_unit_is_in_exactly_one_window_an_epoch(plan: Plan) -> None:
     seen = Counter(unit for window in all_windows(plan) for unit in window.units)
     expected = {
@@ -92,7 +92,7 @@ def test_every_unit_is_in_exactly_one_window_an_epoch(plan: Plan) -> None:
 
 
 @given(plans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_windows_are_numbered_never_empty_and_count_their_tokens(plan: Plan) -> None:
     windows = all_windows(plan)
     assert [window.cursors.window for window in windows] == list(range(len(windows)))
@@ -103,13 +103,13 @@ def test_windows_are_numbered_never_empty_and_count_their_tokens(plan: Plan) -> 
 
 
 @given(plans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_only_the_final_window_is_marked_as_the_last(plan: Plan) -> None:
     assert [window.last for window in all_windows(plan)][::-1] == [True] + [False] * (len(all_windows(plan)) - 1)
 
 
 @given(plans)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_resuming_from_the_cursors_of_any_window_gives_the_remaining_windows(plan: Plan) -> None:
     windows = all_windows(plan)
     for number, window in enumerate(windows):
@@ -125,7 +125,7 @@ def test_resuming_from_the_cursors_of_any_window_gives_the_remaining_windows(pla
 
 
 @given(plans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_window_ends_where_an_epoch_of_the_leading_source_ends(plan: Plan) -> None:
     passes = [(source.total_tokens / source.weight, source.total_tokens) for source in plan.sources]
     lead = passes.index(max(passes))

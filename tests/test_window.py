@@ -145,7 +145,7 @@ corpora = st.lists(st.lists(st.lists(documents, max_size=6), min_size=1, max_siz
 
 
 @given(corpora, st.integers(2, 9), st.sampled_from([1, 2, 4]), st.booleans(), st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_tokens_in_the_rows_put_together_are_those_of_the_documents(
     corpus, sequence_length: int, lanes: int, shuffle: bool, window_tokens: int
 ) -> None:
@@ -182,7 +182,7 @@ def joins(parts: list[list[int]], document: list[int]) -> bool:
 
 
 @given(corpora, st.sampled_from([1, 2, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_prefix_sums_are_those_of_the_first_rows_of_every_lane(corpus, lanes: int) -> None:
     for window in Tiny(corpus, lanes=lanes, global_batch_rows=lanes, num_epochs=1).windows():
         count = window.prefix.rows
