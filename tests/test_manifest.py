@@ -303,6 +303,7 @@ def test_progress_is_said_every_two_seconds_and_at_the_end():
     assert lines == ["indexed 2 of 4 files", "indexed 4 of 4 files"]
 
 
+@pytest.mark.slow
 def test_three_thousand_tiny_files_are_indexed_in_parallel_and_counted(tmp_path):
     write(tmp_path / "a.parquet", ["a", "b"])
     (tmp_path / "d").mkdir()

@@ -405,6 +405,7 @@ def rest(config: Path, found: list[Step], done: int) -> list[dict]:
     return lines_of(steps_without_ray(config, type(start).from_json(start.to_json())), start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed.yaml", "both.yaml"])
 def test_a_resume_gives_the_rest(sample: Path, name: str) -> None:
     found = steps_without_ray(sample / name)

@@ -120,6 +120,7 @@ def test_documents_and_skips_of_all_files_are_counted(folder: Path) -> None:
     assert (last.counts.documents, last.counts.skipped) == (2 * 30, 2 * 2)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_every_step_with_the_same_positions(folder: Path) -> None:
     run = run_of(folder, epochs=2)
     whole = [step.position for step in all_steps(run)]
