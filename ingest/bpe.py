@@ -12,7 +12,11 @@ made by the reference and is left out here; with ``ignore_merges`` a piece that 
 libraries, and every pair of tokens that makes it must be in the list. The regex engines differ (Oniguruma and
 fancy-regex): only syntax that both read alike is taken, and character classes are compared code point by code point.
 
-Cost: 4 to 5 times the tokens/s of the reference on one core. Mapping and comparing take about 1 s with 8 k ids and
+fancy-regex hands to a finite automaton what needs no look-around, one alternative at a time. Put into one group, all
+alternatives before the first look-around become one automaton, and ``a|b|c`` is ``(?:a|b)|c``: 1.75 times the tokens/s
+with GPT-2's regex, 1.3 times with those of Llama 3, Qwen 2 and o200k.
+
+Cost: 6 to 8 times the tokens/s of the reference on one core. Mapping and comparing take about 1 s with 8 k ids and
 GPT-2's regex, 2 s with 32 k and Llama 3's. A piece of any length takes under 0.4 us a byte. A run of a million spaces
 overflows tiktoken's regex stack, which it reports, and the document goes to the reference. Versions before the oldest
 one that was tested on such pieces are refused.
@@ -123,7 +127,7 @@ def map_tokenizer(content: bytes, reference: Any) -> FastEncoder:
         raise UnmappableError("a byte is missing from the vocabulary")
     # Never allowed, so never used; without any, tiktoken matches an empty regex at every character: 30 % slower.
     unused = {"\uffff<|unused|>\uffff": 2**32 - 1}
-    encoding = tiktoken.Encoding("ingest", pat_str=pattern, mergeable_ranks=ranks, special_tokens=unused)
+    encoding = tiktoken.Encoding("ingest", pat_str=grouped(pattern), mergeable_ranks=ranks, special_tokens=unused)
     return FastEncoder(encoding, pattern, normalize, matched)
 
 
@@ -148,6 +152,23 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
     if not _SYNTAX.fullmatch(pattern):
         raise UnmappableError(f"the regex uses syntax that the two engines may read differently: {pattern}")
     return str(pattern)
+
+
+def grouped(pattern: str) -> str:
+    """The same regex with its alternatives before the first look-around in one group, which fancy-regex runs faster.
+
+    Args:
+        pattern: of the syntax in ``_SYNTAX``: no escaped bracket, parenthesis or bar.
+    """
+    cuts, depth, in_class = [], 0, False
+    for place, character in enumerate(pattern):
+        in_class = character == "[" or (in_class and character != "]")
+        depth += 0 if in_class else (character == "(") - (character == ")")
+        if character == "|" and depth == 0 and not in_class:
+            cuts.append(place)
+    look = pattern.find("(?!")
+    last = max((cut for cut in cuts if cut < look), default=None)
+    return pattern if last is None else f"(?:{pattern[:last]}){pattern[last:]}"
 
 
 def _normalize(normalizer: dict[str, Any] | None, reference: Any) -> Callable[[str], str] | None:

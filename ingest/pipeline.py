@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-import threading
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -66,16 +66,22 @@ def _read_task(spec: bytes) -> ReadTask:
 
 
 class _Actor:
-    """Makes the windows it is given, one at a time; the next one already reads. One single-threaded tokenizer each."""
+    """Makes the windows it is given, one at a time, while the next one already reads.
+
+    All are made on one thread: the caches of tiktoken's regex belong to the thread that used them first, and every
+    other one takes a detour at each piece, which costs 20 %. The thread loads the tokenizer before there is work.
+    """
 
     def __init__(self, maker: Maker, world_size: int) -> None:
         self._maker = maker
         self._world_size = world_size
-        self._turn = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "ingest-make")
+        self._thread.submit(maker.tokenizer.encode, [""])
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for spec in block["spec"].to_pylist():
-            for slab in self._maker(pickle.loads(spec), self._turn).slabs(self._world_size):  # noqa: S301 - made by _read_task
+            window = self._maker(pickle.loads(spec), lambda make: self._thread.submit(make).result())  # noqa: S301 - made by _read_task
+            for slab in window.slabs(self._world_size):
                 yield slab.to_table()
 
 

@@ -6,7 +6,6 @@ Preparing reads every footer once (or a stored manifest) and the tokenizer; ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +20,7 @@ from ingest.position import Position
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.storage import Storage
 from ingest.tokenizer import Tokenizer
-from ingest.window import Window, make_window
+from ingest.window import Turn, Window, make_window
 
 VERIFY_CHARS = 1 << 18  # of each source, for the parity check when a run is prepared: 0.2 s with the reference
 WEIGHT_UNIT = 1_000_000  # weights become integers of this resolution, so that the mixture is exact
@@ -35,7 +34,7 @@ class Maker:
     tokenizer: Tokenizer
     storage: Storage
 
-    def __call__(self, spec: WindowSpec, turn: AbstractContextManager[Any] | None = None) -> Window:
+    def __call__(self, spec: WindowSpec, turn: Turn = lambda make: make()) -> Window:
         """Makes one window; see ``make_window``.
 
         Raises:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -70,13 +68,16 @@ class Window:
             yield Slab(self.spec.cursors, rank, world_size, self.spec.last, own, self.prefix)
 
 
+Turn = Callable[[Callable[[], Window]], Window]
+
+
 def make_window(
     spec: WindowSpec,
     settings: WindowSettings,
     encode: Encode,
     read: Read,
     read_packed: ReadPacked | None = None,
-    turn: AbstractContextManager[Any] | None = None,
+    turn: Turn = lambda make: make(),
 ) -> Window:
     """Makes a window.
 
@@ -86,15 +87,15 @@ def make_window(
         encode: texts to flat tokens and lengths, eos included (``Tokenizer.encode``).
         read: yields the text of a unit as large_string arrays, in row order.
         read_packed: the rows of a unit that is packed; None where no unit is.
-        turn: held from the first document to the last row. Reading begins before it, so that a window waiting for its
-            turn already fetches its first units.
+        turn: calls its argument when it is the turn of the window; the default is at once. Reading
+            begins before it, so that a window waiting for its turn already fetches its first units.
 
     Raises:
         DataError, StorageError: from ``read``, ``read_packed`` and ``encode``, with the file named.
     """
     texts = UnitTexts(spec, settings, read)
-    with contextlib.closing(texts), turn or contextlib.nullcontext():
-        return _make(spec, settings, tokenize(spec, settings, encode, texts), read_packed)
+    with contextlib.closing(texts):
+        return turn(lambda: _make(spec, settings, tokenize(spec, settings, encode, texts), read_packed))
 
 
 def _make(spec: WindowSpec, settings: WindowSettings, documents: Documents, read_packed: ReadPacked | None) -> Window:

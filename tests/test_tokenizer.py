@@ -251,6 +251,20 @@ def test_text_is_normalized_by_the_code_of_the_reference(changed):
     assert mapped.encode(["e\u0301"])[0].tolist() == mapped.encode(["é"])[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"a|\p{N}+|\s+(?!\S)|\s+", r"(?:a|\p{N}+)|\s+(?!\S)|\s+"),
+        (r"(?i:'s|'t)|[^|(]|(?:a|b)c|\s+(?!\S)|\s", r"(?:(?i:'s|'t)|[^|(]|(?:a|b)c)|\s+(?!\S)|\s"),
+        (r"(?:a|\s+(?!\S))|b", r"(?:a|\s+(?!\S))|b"),
+        (r"\s+(?!\S)|a|b", r"\s+(?!\S)|a|b"),
+        (r"a|b", r"a|b"),
+    ],
+)
+def test_alternatives_before_the_first_look_around_become_one_group(pattern, expected):
+    assert bpe.grouped(pattern) == expected
+
+
 def test_a_token_that_no_merge_makes_is_never_made(changed):
     content = changed(lambda settings: add_vocab(settings, "qzq"))
     reference = build_reference(content, "t.json")
