@@ -123,7 +123,7 @@ def require_memory(run: Run) -> None:
         ResourceError: it does not fit; with the numbers and the window size that would.
     """
     resources, wire = run.config.resources, run.largest_window_tokens * run.tokenizer.token_dtype.itemsize
-    windows = 2 * (resources.prefetch_windows + 1) + 2 * resources.min_actors
+    windows = resources.prefetch_windows + 2 + 2 * resources.min_actors
     demands = {
         "memory": resources.min_actors * (6 * wire + INTERPRETER_BYTES),
         "object_store_memory": windows * wire,

@@ -29,6 +29,8 @@ from ingest.readahead import ReadAhead
 from ingest.run import Run
 from ingest.slab import Slab
 
+LEAVE_S = 5.0  # the stream ends with its last rank, usually within half a second; longer while others go on
+
 T = TypeVar("T", Step, Batch)
 
 
@@ -223,6 +225,7 @@ class Feed(ReadAhead[Slab]):
         super().__init__(stream.slabs(rank), resources.prefetch_windows, name, resources.stall_timeout_s, stalled)
 
     def close(self) -> None:
-        """Ends the thread and leaves the stream."""
+        """Leaves the stream and ends the thread: whoever shuts Ray down next must not find it in a call."""
         super().close()
         self._stream.leave(self._rank)
+        self.join(LEAVE_S)

@@ -20,7 +20,6 @@ import itertools
 import pickle
 import uuid
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +35,8 @@ from ingest.plan import Cursors
 from ingest.run import Maker, Run
 from ingest.slab import Slab
 from ingest.spec import WindowSpec
+from ingest.turns import Turns
+from ingest.window import Window
 
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
@@ -66,23 +67,25 @@ def _read_task(spec: bytes) -> ReadTask:
 
 
 class _Actor:
-    """Makes the windows it is given, one at a time, while the next one already reads.
+    """Makes the windows it is given, one at a time, while the next one already reads; see ``turns.py``.
 
-    All are made on one thread: the caches of tiktoken's regex belong to the thread that used them first, and every
-    other one takes a detour at each piece, which costs 20 %. The thread loads the tokenizer before there is work.
+    The tokenizer is loaded before there is work.
     """
 
     def __init__(self, maker: Maker, world_size: int) -> None:
         self._maker = maker
         self._world_size = world_size
-        self._thread = ThreadPoolExecutor(1, "ingest-make")
-        self._thread.submit(maker.tokenizer.encode, [""])
+        self._turns = Turns()
+        self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        for spec in block["spec"].to_pylist():
-            window = self._maker(pickle.loads(spec), lambda make: self._thread.submit(make).result())  # noqa: S301 - made by _read_task
-            for slab in window.slabs(self._world_size):
+        for pickled in block["spec"].to_pylist():
+            spec: WindowSpec = pickle.loads(pickled)  # noqa: S301 - made by _read_task
+            for slab in self._make(spec).slabs(self._world_size):
                 yield slab.to_table()
+
+    def _make(self, spec: WindowSpec) -> Window:
+        return self._maker(spec, lambda make: self._turns.submit(spec.cursors.window, make).result())
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -143,13 +146,11 @@ class Stream:
     Args:
         server: handle of the server actor; the stream lives as long as the process that opened it holds this.
         name: of that actor in the job's namespace, by which other ranks ``join``.
-        prefetch_windows: slabs that Ray fetches ahead for a rank.
     """
 
-    def __init__(self, server: Any, name: str, prefetch_windows: int) -> None:
+    def __init__(self, server: Any, name: str) -> None:
         self._server = server
         self.name = name
-        self._prefetch_windows = prefetch_windows
 
     @classmethod
     def open(cls, run: Run, cursors: Cursors, world_size: int, *, leg_windows: int = LEG_WINDOWS) -> Stream:
@@ -171,12 +172,12 @@ class Stream:
         server: Any = _Server.options(  # type: ignore[attr-defined]
             name=name, scheduling_strategy=here
         ).remote(run, cursors, world_size, leg_windows)
-        return cls(server, name, run.config.resources.prefetch_windows)
+        return cls(server, name)
 
     @classmethod
-    def join(cls, name: str, prefetch_windows: int) -> Stream:
+    def join(cls, name: str) -> Stream:
         """Joins a stream that another process of the same Ray job opened."""
-        return cls(ray.get_actor(name), name, prefetch_windows)
+        return cls(ray.get_actor(name), name)
 
     def slabs(self, rank: int) -> Iterator[Slab]:
         """The slabs of one rank, leg after leg.
@@ -189,9 +190,8 @@ class Stream:
                 iterator = ray.get(self._server.iterator.remote(leg, rank))
                 if iterator is None:
                     return
-                batches = iterator.iter_batches(
-                    batch_size=None, batch_format="pyarrow", prefetch_batches=self._prefetch_windows
-                )
+                # The loader reads ahead. Ray would first fill its own prefetch, and the first slab wait for later ones.
+                batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
                 yield from map(Slab.from_table, batches)
         except ray.exceptions.RayError as error:
             raise translated(error) from error

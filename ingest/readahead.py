@@ -67,6 +67,10 @@ class ReadAhead(Generic[T]):
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(_End(None))
 
+    def join(self, limit_s: float) -> None:
+        """Waits for the thread to end, after ``close`` and whatever lets its current item end."""
+        self._thread.join(limit_s)
+
     def _get(self) -> T | _End:
         waited = 0.0
         while self._limit_s is None or waited < self._limit_s:

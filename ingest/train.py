@@ -87,7 +87,7 @@ def _joined_stream(run: Run, position: Position) -> Stream:
             f"every rank must resume at the same position; rank {context.get_world_rank()} is at step {position.step}, "
             f"rank 0 at step {step}: restore the same checkpoint on every rank"
         )
-    return stream or Stream.join(name, run.config.resources.prefetch_windows)
+    return stream or Stream.join(name)
 
 
 def save_checkpoint(
