@@ -121,6 +121,7 @@ class _Server:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.target_max_block_size = 1
+        context.memory_usage_poll_interval_s = None  # a thread a call that reads the process's memory map each second
         context.execution_options.preserve_order = True
         cpus: dict[str, Any] = {"num_cpus": resources.cpus_per_actor}  # the same for both, or Ray does not fuse them
         dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **cpus)

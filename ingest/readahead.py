@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -42,8 +41,10 @@ class ReadAhead(Generic[T]):
         limit_s: float | None = None,
         stalled: Callable[[T | None], Exception] = lambda _: TimeoutError(),
     ) -> None:
-        self._queue: queue.Queue[T | _End] = queue.Queue(depth)
-        self._closed = threading.Event()
+        self._items: deque[T | _End] = deque()
+        self._depth = depth
+        self._changed = threading.Condition()
+        self._closed = False
         self._limit_s = limit_s
         self._stalled = stalled
         self._last: T | None = None
@@ -56,16 +57,17 @@ class ReadAhead(Generic[T]):
     def __next__(self) -> T:
         item = self._get()
         if isinstance(item, _End):
-            self._closed.set()
+            self._closed = True
             raise item.error or StopIteration
         self._last = item
         return item
 
     def close(self) -> None:
         """Lets the thread end after its current item, which is dropped, and wakes a consumer that waits."""
-        self._closed.set()
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(_End(None))
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
 
     def join(self, limit_s: float) -> None:
         """Waits for the thread to end, after ``close`` and whatever lets its current item end."""
@@ -75,12 +77,13 @@ class ReadAhead(Generic[T]):
         waited = 0.0
         while self._limit_s is None or waited < self._limit_s:
             pause = WARN_S if self._limit_s is None else min(WARN_S, self._limit_s - waited)
-            try:
-                return self._queue.get(timeout=pause)
-            except queue.Empty:
-                waited += pause
-                if self._limit_s is not None:
-                    _log.warning("%s has waited %.0f s; %s", self._thread.name, waited, self._stalled(self._last))
+            with self._changed:
+                if self._changed.wait_for(lambda: self._items or self._closed, pause):
+                    self._changed.notify_all()
+                    return self._items.popleft() if self._items else _End(None)
+            waited += pause
+            if self._limit_s is not None:
+                _log.warning("%s has waited %.0f s; %s", self._thread.name, waited, self._stalled(self._last))
         raise self._stalled(self._last)
 
     def _fill(self, items: Iterator[T]) -> None:
@@ -93,10 +96,9 @@ class ReadAhead(Generic[T]):
             self._put(_End(error))
 
     def _put(self, item: T | _End) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+            if not self._closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._closed
