@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ingest.errors import DataError
+from ingest.metrics import Stopwatch
 from ingest.readahead import ReadAhead
 from ingest.slab import IntArray, TokenArray
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
@@ -35,7 +36,7 @@ class Documents:
     """The tokenized documents of a window's text units, in reading order.
 
     Args:
-        tokens: uint16 or uint32, all documents end to end, each with its eos.
+        tokens: uint16 or uint32, all documents end to end, each with its eos; empty once they are in rows.
         lengths_D: int64 [D], at least 1.
         unit_D: int64 [D], index into the window's units.
         row_D: int64 [D], row in its row group.
@@ -77,8 +78,10 @@ class UnitTexts:
             arrays.close()
 
 
-def tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, units_texts: UnitTexts) -> Documents:
-    """Tokenizes the usable documents of all text units.
+def tokenize(
+    spec: WindowSpec, settings: WindowSettings, encode: Encode, units_texts: UnitTexts, watch: Stopwatch
+) -> Documents:
+    """Tokenizes the usable documents of all text units; ``watch`` tells waiting for bytes from work.
 
     Raises:
         DataError: the tokenizer rejects a document; the message names file, row group and row.
@@ -89,6 +92,7 @@ def tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, units_t
     for index, arrays in units_texts:
         unit, first_row = spec.units[index], 0
         for texts in arrays:
+            watch.lap("read")
             usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
             skipped += len(texts) - len(usable)
             for some in _chunks(texts, usable):
@@ -98,6 +102,7 @@ def tokenize(spec: WindowSpec, settings: WindowSettings, encode: Encode, units_t
                 units.append(np.full(len(some), index, np.int64))
                 rows.append(some + first_row)
             first_row += len(texts)
+            watch.lap("tokenize")
     return Documents(
         np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
     )

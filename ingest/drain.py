@@ -81,7 +81,7 @@ def drain(
     if position is not None:
         run.require(position)
     ensure_ray(run.config)
-    connect = _Together(world_size)
+    connect, cpu_began = _Together(world_size), time.process_time()
     loaders = [
         Loader(run.config, rank=rank, world_size=world_size, run=run, connect=connect) for rank in range(world_size)
     ]
@@ -96,7 +96,7 @@ def drain(
     end = _collect(parts, start, record, _Progress(progress))
     for thread in threads:
         thread.join(timeout=30)
-    return _figures(run, loaders, start, end), end
+    return _figures(run, loaders, start, end, time.process_time() - cpu_began), end
 
 
 def _consume(loader: Loader, start: Position, steps: int | None, parts: Queue[_Part | BaseException | None]) -> None:
@@ -153,7 +153,7 @@ class _Progress:
             self._say(f"step {now.step}: {now.tokens:,} tokens, window {now.window}, {elapsed:.0f} s")
 
 
-def _figures(run: Run, loaders: list[Loader], start: Position, end: Position) -> dict[str, Any]:
+def _figures(run: Run, loaders: list[Loader], start: Position, end: Position, cpu_s: float) -> dict[str, Any]:
     timing = loaders[0].timing
     num_steps, tokens = end.step - start.step, end.tokens - start.tokens
     slots = (end.rows - start.rows) * run.config.packing.sequence_length
@@ -165,6 +165,11 @@ def _figures(run: Run, loaders: list[Loader], start: Position, end: Position) ->
         "tokens_per_s": steady_tokens / timing.elapsed_s if timing.elapsed_s else 0.0,
         "first_batch_s": timing.first_batch_s,
         "wait_share": timing.wait_share,
+        "actors_share": timing.stage_shares,
+        "cpu_s_per_million_tokens": {
+            "actors": timing.cpu_s_per_million_tokens,
+            "this_process": cpu_s / tokens * 1e6 if tokens else 0.0,
+        },
         "padding_share": 1 - tokens / slots if slots else 0.0,
         "documents": end.counts.documents - start.counts.documents,
         "skipped_documents": end.counts.skipped - start.counts.skipped,

@@ -13,7 +13,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,6 +22,7 @@ from ingest.batch import Batch
 from ingest.config import IngestConfig, ResourcesConfig
 from ingest.errors import ResourceError, ResumeError
 from ingest.lanes import Lanes, Step, steps
+from ingest.metrics import Timing
 from ingest.position import Position
 from ingest.prefetch import Prefetcher
 from ingest.readahead import ReadAhead
@@ -47,26 +47,6 @@ class SlabStream(Protocol):
 
 
 Connect = Callable[[Run, Position], SlabStream]
-
-
-@dataclass
-class Timing:
-    """What a loader measured since its iteration began, in seconds.
-
-    Args:
-        first_batch_s: from the start of iteration to the first batch.
-        wait_s: time the consumer stood waiting for a slab after the first batch.
-        elapsed_s: from the first batch to now.
-    """
-
-    first_batch_s: float = 0.0
-    wait_s: float = 0.0
-    elapsed_s: float = 0.0
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time after the first batch spent waiting for data, 0 to 1."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
 
 
 class Loader:
@@ -150,7 +130,7 @@ class Loader:
         try:
             with contextlib.closing(self._feed()) as feed:
                 eos_id, total_tokens = self.run.tokenizer.eos_id, self.config.total_tokens
-                items = finish(steps(feed, self._position, self._lanes, eos_id, total_tokens))
+                items = finish(steps(map(self._noted, feed), self._position, self._lanes, eos_id, total_tokens))
                 with contextlib.closing(cast("Generator[T, None, None]", items)):
                     while (item := self._timed(items, began)) is not None:
                         self._position = item.position
@@ -170,6 +150,10 @@ class Loader:
             )
 
         return Feed(stream, rank, resources, stalled)
+
+    def _noted(self, slab: Slab) -> Slab:
+        self.timing.note(int(slab.prefix.tokens_O[-1]), slab.spent_s)
+        return slab
 
     def _timed(self, items: Iterator[T], began: float) -> T | None:
         asked = time.perf_counter()

@@ -33,6 +33,7 @@ from ingest.storage import Storage
 _TAIL_BYTES = 64 << 10
 _WHOLE_CHUNK_BYTES = 64 << 20
 _STREAM_BYTES = 16 << 20
+_BATCH_BYTES = 1 << 20  # of text in one array, on average
 _MAX_CACHED_FOOTERS = 32
 
 
@@ -186,7 +187,8 @@ def _batches(
             buffer_size=0 if whole else request_bytes or _STREAM_BYTES,
             page_checksum_verification=True,
         )
-        first = 0
+        first, mean_bytes = 0, chunk.total_uncompressed_size // max(1, metadata.row_group(row_group).num_rows)
+        batch_rows = max(1, min(batch_rows, _BATCH_BYTES // max(1, mean_bytes)))
         for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=[column], use_threads=False):
             yield _as_text(batch, column, f"{path}: row group {row_group}", first)
             first += batch.num_rows

@@ -18,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ingest.cluster import require_memory, require_resources
 from ingest.errors import IngestError, ResourceError
+from ingest.metrics import Stopwatch
 from ingest.plan import Cursors
 from ingest.run import Maker, Run
 from ingest.slab import Slab
@@ -77,15 +80,20 @@ class _Actor:
         self._world_size = world_size
         self._turns = Turns()
         self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
+        self._cpu_s = time.process_time()
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for pickled in block["spec"].to_pylist():
             spec: WindowSpec = pickle.loads(pickled)  # noqa: S301 - made by _read_task
-            for slab in self._make(spec).slabs(self._world_size):
-                yield slab.to_table()
+            window, spent_s = self._make(spec)
+            for slab in window.slabs(self._world_size):
+                yield replace(slab, spent_s=spent_s).to_table()
 
-    def _make(self, spec: WindowSpec) -> Window:
-        return self._maker(spec, lambda make: self._turns.submit(spec.cursors.window, make).result())
+    def _make(self, spec: WindowSpec) -> tuple[Window, dict[str, float]]:
+        watch = Stopwatch()
+        window = self._maker(spec, lambda make: self._turns.submit(spec.cursors.window, make).result(), watch)
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return window, {**watch.seconds, "cpu": self._cpu_s - before}
 
 
 @ray.remote(num_cpus=0, max_restarts=0)

@@ -13,6 +13,7 @@ from typing import Any
 from ingest.config import IngestConfig
 from ingest.errors import ResumeError
 from ingest.manifest import Manifest, find_manifest, load_manifest
+from ingest.metrics import Stopwatch
 from ingest.packed import PackedFormat, PackedRows, read_packed
 from ingest.parquet import read_documents
 from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
@@ -34,13 +35,13 @@ class Maker:
     tokenizer: Tokenizer
     storage: Storage
 
-    def __call__(self, spec: WindowSpec, turn: Turn = lambda make: make()) -> Window:
+    def __call__(self, spec: WindowSpec, turn: Turn = lambda make: make(), watch: Stopwatch | None = None) -> Window:
         """Makes one window; see ``make_window``.
 
         Raises:
             DataError, StorageError: with the file named.
         """
-        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed, turn)
+        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed, turn, watch)
 
     def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)

@@ -20,8 +20,8 @@ Cost: header and prefix sums are about 40 + 8 K bytes a lane row; encoding and d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -155,6 +155,7 @@ class Slab:
     """The rows of one rank's lanes of one window, lane by lane, with the plan's cursors before that window.
 
     ``last`` marks the slabs of the window that ends the stream. A window without a usable document has slabs of 0 rows.
+    ``spent_s`` is what the whole window cost its actor, see ``metrics.py``; it is no part of the content.
     """
 
     cursors: Cursors
@@ -163,6 +164,7 @@ class Slab:
     last: bool
     rows: Rows
     prefix: Prefix
+    spent_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
@@ -184,6 +186,7 @@ class Slab:
             "skipped": prefix.skipped,
             "tokens": [rows.tokens_BX.dtype.str, *rows.tokens_BX.shape],
             "sources": prefix.source_tokens_OK.shape[1],
+            "spent_s": dict(self.spent_s),
         }
         columns = [pa.array([json.dumps(header)], pa.string())]
         columns += [_binary(array) for array in _arrays(rows, prefix)]
@@ -215,6 +218,7 @@ class Slab:
                 digest_O.view(np.uint64),
                 header["skipped"],
             ),
+            spent_s=header["spent_s"],
         )
 
 

@@ -8,8 +8,8 @@ Documents are permuted before packing, so that neighbours in a row come from all
 that the pieces of a long document do not follow one another. A window may hold text and packed units; what the packed
 ones lack to a multiple of the lanes are rows without a document.
 
-Memory: the tokens of the window three times while they are dealt (as documents, as filled rows, by lanes), twice after
-it, plus the text of one read batch; packed units once as Arrow read them, and by lanes. Cost beyond the tokenizer:
+Memory: the tokens of the window twice while documents become rows and rows are dealt to the lanes, once after it, plus
+the text of what is read ahead; packed units once as Arrow read them, and by lanes. Cost beyond the tokenizer:
 under 1 µs a piece, one hash a row, and one copy of the filled rows.
 """
 
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ingest.documents import Documents, Encode, Read, UnitTexts, tokenize
 from ingest.filled import deal, fill, take
+from ingest.metrics import Stopwatch
 from ingest.packed import PackedRows
 from ingest.packing import concat
 from ingest.plan import document_order
@@ -41,7 +42,7 @@ class Window:
         lanes: S.
         rows: all R rows, lane by lane.
         prefix: see ``slab.Prefix``.
-        documents: the documents, for provenance.
+        documents: the documents without their tokens, for provenance.
         packed_P: int64 [P, 2], for each row that was read packed: index into the window's units, row in its row group.
         piece_document_L: index into ``documents`` of each piece, in the order of ``rows``; that of a piece that was
             read packed is the number of documents plus the index into ``packed_P``.
@@ -78,6 +79,7 @@ def make_window(
     read: Read,
     read_packed: ReadPacked | None = None,
     turn: Turn = lambda make: make(),
+    watch: Stopwatch | None = None,
 ) -> Window:
     """Makes a window.
 
@@ -89,29 +91,44 @@ def make_window(
         read_packed: the rows of a unit that is packed; None where no unit is.
         turn: calls its argument when it is the turn of the window; the default is at once. Reading
             begins before it, so that a window waiting for its turn already fetches its first units.
+        watch: takes note of the seconds spent from its turn on.
 
     Raises:
         DataError, StorageError: from ``read``, ``read_packed`` and ``encode``, with the file named.
     """
     texts = UnitTexts(spec, settings, read)
     with contextlib.closing(texts):
-        return turn(lambda: _make(spec, settings, tokenize(spec, settings, encode, texts), read_packed))
+        return turn(lambda: _make(spec, settings, encode, texts, read_packed, watch or Stopwatch()))
 
 
-def _make(spec: WindowSpec, settings: WindowSettings, documents: Documents, read_packed: ReadPacked | None) -> Window:
+def _make(
+    spec: WindowSpec,
+    settings: WindowSettings,
+    encode: Encode,
+    texts: UnitTexts,
+    read_packed: ReadPacked | None,
+    watch: Stopwatch,
+) -> Window:
+    watch.start()
+    documents = tokenize(spec, settings, encode, texts, watch)
     count = len(documents.lengths_D)
     window = spec.cursors.window
     order = document_order(count, settings.seed, window) if settings.shuffle else np.arange(count)
     packing = concat(documents.lengths_D[order], settings.sequence_length, settings.lanes)
     filled = [fill(spec, settings, documents, order, packing)]
+    documents = replace(documents, tokens=documents.tokens[:0].copy())  # they are in rows now
     places = [np.zeros((0, 2), np.int64)]
     for index, unit in enumerate(spec.units):
         if unit.packed:
             assert read_packed is not None, "a packed unit needs its reader"
-            filled.append(take(read_packed(unit), settings, unit.source, count + sum(map(len, places))))
+            watch.lap("pack")
+            packed = read_packed(unit)
+            watch.lap("read")
+            filled.append(take(packed, settings, unit.source, count + sum(map(len, places))))
             row = np.arange(len(filled[-1].rows))
             places.append(np.stack((np.full_like(row, index), row), axis=1))
     rows, prefix, piece_document_L = deal(filled, settings, window, documents.skipped)
+    watch.lap("pack")
     return Window(spec, settings.lanes, rows, prefix, documents, np.concatenate(places), piece_document_L)
 
 

@@ -1,6 +1,6 @@
 """The same text to the same batches, by this package and as it is usually written: tokens a second and the first batch.
 
-    python -m jobs.bench --config run.yaml [--tokens N] [--rounds R] [--only NAME]
+    python -m jobs.bench --config run.yaml [--tokens N] [--rounds R] [--only NAME] [--pace TOKENS_PER_S]
 
 Contenders, each in a process of its own, in turn, so that the machine's mood touches all of them alike:
 
@@ -10,7 +10,8 @@ Contenders, each in a process of its own, in turn, so that the machine's mood to
     torch       a tuned torch DataLoader over an IterableDataset, prefetch 64; one host only, no resume
 
 All use the config's tokenizer and backend, as many processes as ``resources.tokenize_actors`` allows, and stop after N
-tokens. ``overall`` counts from the start of iteration, ``steady`` from the first batch.
+tokens. ``overall`` counts from the start of iteration, ``steady`` from the first batch. With a pace, each batch is
+followed by the pause that a trainer of that rate would make, and ``wait_share`` says how much of its time it lost.
 """
 
 from __future__ import annotations
@@ -52,33 +53,40 @@ def baseline_batches(rows: Callable[[Run], Iterator[torch.Tensor]], run: Run) ->
         yield inputs.numel()
 
 
-def timed(batches: Batches, limit: int) -> dict[str, float]:
-    """Drains batches up to ``limit`` tokens."""
+def timed(batches: Batches, limit: int, pace: float | None = None) -> dict[str, float]:
+    """Drains batches up to ``limit`` tokens, ``pace`` tokens a second at most."""
     began = time.perf_counter()
-    first = next(batches)
-    first_s, tokens = time.perf_counter() - began, first
-    for more in batches:
-        tokens += more
-        if tokens >= limit:
+    first = tokens = next(batches)
+    first_s, waited = time.perf_counter() - began, 0.0
+    while tokens < limit:
+        if pace:
+            time.sleep(first / pace)
+        asked = time.perf_counter()
+        more = next(batches, None)
+        waited += time.perf_counter() - asked
+        if more is None:
             break
+        tokens += more
     elapsed = time.perf_counter() - began
     return {
         "first_batch_s": first_s,
         "overall_tokens_per_s": tokens / elapsed,
         "steady_tokens_per_s": (tokens - first) / (elapsed - first_s),
+        "wait_share": waited / (elapsed - first_s),
     }
 
 
-def contend(name: str, path: str, limit: int) -> dict[str, float]:
+def contend(name: str, path: str, limit: int, pace: float | None = None) -> dict[str, float]:
     """One contender in this process."""
+    torch.set_num_threads(1)  # or each small operation waits for a thread on a core that a tokenizer holds
     settings = ingest.IngestConfig.from_yaml(path).to_dict() | {"total_tokens": limit}
     settings.pop("epochs", None)
     run = Run.prepare(ingest.IngestConfig.from_dict(settings))
     if name != "torch":
         ensure_ray(run.config, extra_cpus=1)  # starting Ray is not what is compared
     if name == "ingest":
-        return timed(ingest_batches(run), limit)
-    return timed(baseline_batches({"ray_data": ray_data_rows, "torch": torch_rows}[name], run), limit)
+        return timed(ingest_batches(run), limit, pace)
+    return timed(baseline_batches({"ray_data": ray_data_rows, "torch": torch_rows}[name], run), limit, pace)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,9 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=25_000_000, metavar="N", help="of each run (default 25 million)")
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="runs of each contender (default 3)")
     parser.add_argument("--only", choices=NAMES, help="one run of one contender, as JSON")
+    parser.add_argument("--pace", type=float, metavar="R", help="tokens/s of a trainer, with --only")
     options = parser.parse_args(arguments)
     if options.only:
-        print(json.dumps(contend(options.only, options.config, options.tokens)), flush=True)
+        print(json.dumps(contend(options.only, options.config, options.tokens, options.pace)), flush=True)
         return 0
     results: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
     for _, name in itertools.product(range(options.rounds), NAMES):

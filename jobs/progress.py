@@ -47,6 +47,7 @@ class Progress:
             "tokens_per_s": rate,
             "first_batch_s": self._loader.timing.first_batch_s,
             "wait_share": waiting,
+            "short_of": self._loader.timing.shortage(),
             "padding_share": 1 - (now.tokens - self._start.tokens) / (steps * self._slots) if steps else 0.0,
         }
 

@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *("config", "errors", "glob", "lanes", "manifest", "packed", "packing", "parquet", "plan", "position"),
+    *("config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
     *("readahead", "run", "slab", "storage", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ingest.config import IngestConfig
+from ingest.documents import UnitTexts, tokenize
 from ingest.errors import ConfigError, DataError, IngestError, ResumeError, StorageError
 from ingest.lanes import Lanes, steps
+from ingest.metrics import Stopwatch
 from ingest.position import Position
 from ingest.run import Run
 from ingest.window import document_address
@@ -106,9 +107,7 @@ def test_the_union_of_the_windows_of_an_epoch_is_every_document_exactly_once(fol
         for document in dict.fromkeys(window.piece_document_L.tolist()):
             unit, row = document_address(window, document)
             text = pq.ParquetFile(unit.path).read_row_group(unit.row_group)["text"][row].as_py()
-            begins = np.cumsum(window.documents.lengths_D) - window.documents.lengths_D
-            tokens = window.documents.tokens[begins[document] :][: window.documents.lengths_D[document]]
-            assert run.tokenizer.decode(tokens) == text + "<|endoftext|>"
+            assert window.documents.lengths_D[document] == len(run.tokenizer.encode([text])[0])
             seen[os.path.relpath(unit.path, folder), text] += 1
     files = {f"code/{name}": texts for name, texts in FILES.items()} | {"web/a.parquet": MORE}
     assert seen == Counter((name, text) for name, texts in files.items() for text in texts if text)
@@ -319,13 +318,12 @@ def test_auto_resolves_the_window_from_data_and_settings(folder: Path) -> None:
 def test_each_source_is_read_by_its_own_text_column(folder: Path) -> None:
     pq.write_table(pa.table({"body": ["the mat"], "text": ["the cat"]}), folder / "web/a.parquet")
     run = run_of(folder, sources__1__text_column="body")
-    texts = [
-        run.tokenizer.decode(document)
-        for window in map(run.maker, run.specs(run.plan.start()))
-        for document in np.split(window.documents.tokens, np.cumsum(window.documents.lengths_D))
-    ]
-    assert texts.count("the mat<|endoftext|>") == 2
-    assert texts.count("the cat<|endoftext|>") == 1
+    text, settings = "", run.maker.settings
+    for spec in run.specs(run.plan.start()):
+        units = UnitTexts(spec, settings, run.maker._read)
+        text += run.tokenizer.decode(tokenize(spec, settings, run.tokenizer.encode, units, Stopwatch()).tokens)
+    assert text.count("the mat<|endoftext|>") == 2
+    assert text.count("the cat<|endoftext|>") == 1
 
 
 def test_weights_of_the_settings_become_exact_integers(folder: Path) -> None:
