@@ -172,6 +172,7 @@ def _figures(run: Run, loaders: list[Loader], start: Position, end: Position, cp
         },
         "padding_share": 1 - tokens / slots if slots else 0.0,
         "documents": end.counts.documents - start.counts.documents,
+        "documents_cut": end.counts.documents_cut - start.counts.documents_cut,
         "skipped_documents": end.counts.skipped - start.counts.skipped,
         "backend": run.tokenizer.backend_name,
         "position_step": end.step,

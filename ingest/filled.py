@@ -27,12 +27,14 @@ class Filled:
         rows: R rows.
         tokens_RK: int64 [R, K], input tokens of each source.
         documents_R: int64 [R], documents that begin in the row.
+        cut_R: int64 [R], those of them that go on in another row: 1, the row's last, or 0.
         document_L: int64 [L], as ``Window.piece_document_L``, in the order of these rows.
     """
 
     rows: Rows
     tokens_RK: IntArray
     documents_R: IntArray
+    cut_R: IntArray
     document_L: IntArray
 
 
@@ -56,6 +58,7 @@ def fill(spec: WindowSpec, settings: WindowSettings, documents: Documents, order
         Rows(tokens.reshape(num_rows, width), packing.length_L.astype(np.int32), counts_R.astype(np.int32)),
         _row_sums(tokens_L[:, None] * is_source_LK, counts_R),
         _row_sums(packing.start_L == 0, counts_R),
+        _row_sums((packing.start_L == 0) & (packing.lookahead_L == 1), counts_R),
         document_L,
     )
 
@@ -69,12 +72,23 @@ def _row_sums(values_L: npt.NDArray[Any], counts_R: IntArray) -> IntArray:
 
 
 def take(packed: PackedRows, settings: WindowSettings, source: int, first_document: int) -> Filled:
-    """Rows that were packed before, where they lie."""
+    """Rows that were packed before, where they lie.
+
+    A row whose pieces hold more tokens than it has inputs looks ahead with its last piece. Only the first piece of a
+    row goes on from another row, so if any document begins in it, the last one does.
+    """
     tokens_RK = np.zeros((len(packed.rows), len(settings.columns)), np.int64)
     tokens_RK[:, source] = packed.input_tokens_B
-    document_R = first_document + np.arange(len(packed.rows))
+    documents_R = packed.documents_B.astype(np.int64)
+    counts_R = packed.rows.counts_B.astype(np.int64)
+    looks_ahead_R = _row_sums(packed.rows.lengths_L, counts_R) > packed.input_tokens_B
+    address_R = first_document + np.arange(len(packed.rows))
     return Filled(
-        packed.rows, tokens_RK, packed.documents_B.astype(np.int64), np.repeat(document_R, packed.rows.counts_B)
+        packed.rows,
+        tokens_RK,
+        documents_R,
+        (looks_ahead_R & (documents_R > 0)).astype(np.int64),
+        np.repeat(address_R, counts_R),
     )
 
 
@@ -92,12 +106,9 @@ def deal(filled: list[Filled], settings: WindowSettings, window: int, skipped: i
     """
     lanes, width, num_sources = settings.lanes, settings.sequence_length + 1, len(settings.columns)
     missing = -sum(len(part.rows) for part in filled) % lanes
-    nothing = np.zeros(0, np.int64)
+    nothing, none_R = np.zeros(0, np.int64), np.zeros(missing, np.int64)
     padding = Rows.padding(missing, width, settings.token_dtype, settings.eos_id)
-    filled = [
-        *filled,
-        Filled(padding, np.zeros((missing, num_sources), np.int64), np.zeros(missing, np.int64), nothing),
-    ]
+    filled = [*filled, Filled(padding, np.zeros((missing, num_sources), np.int64), none_R, none_R, nothing)]
     ends = np.cumsum([len(part.rows) for part in filled])
     num_rows, lane_rows = int(ends[-1]), int(ends[-1]) // lanes
 
@@ -120,22 +131,19 @@ def deal(filled: list[Filled], settings: WindowSettings, window: int, skipped: i
     lengths_L = np.concatenate([part.rows.lengths_L for part in filled])[by_slot_L]
     document_L = np.concatenate([part.document_L for part in filled])[by_slot_L]
     rows = Rows(tokens, lengths_L, by_slot([counts_R]))
-    tokens_RK, documents_R = (
+    in_order = Filled(
+        rows,
         by_slot([part.tokens_RK for part in filled]),
         by_slot([part.documents_R for part in filled]),
+        by_slot([part.cut_R for part in filled]),
+        document_L,
     )
-    return rows, _prefix(settings, window, rows, tokens_RK, documents_R, skipped), document_L
+    return rows, _prefix(settings, window, in_order, skipped), document_L
 
 
-def _prefix(
-    settings: WindowSettings,
-    window: int,
-    rows: Rows,
-    tokens_RK: IntArray,
-    documents_R: IntArray,
-    skipped: int,
-) -> Prefix:
+def _prefix(settings: WindowSettings, window: int, filled: Filled, skipped: int) -> Prefix:
     """Prefix sums by lane offset over rows that lie lane by lane."""
+    rows = filled.rows
     lanes, lane_rows = settings.lanes, len(rows) // settings.lanes
 
     def sums(values_R: npt.NDArray[Any], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
@@ -148,9 +156,10 @@ def _prefix(
     slot_R = np.arange(len(rows))
     index_R = slot_R % max(lane_rows, 1) * lanes + slot_R // max(lane_rows, 1)
     return Prefix(
-        tokens_O=sums(tokens_RK.sum(axis=1)),
-        documents_O=sums(documents_R),
-        source_tokens_OK=sums(tokens_RK),
+        tokens_O=sums(filled.tokens_RK.sum(axis=1)),
+        documents_O=sums(filled.documents_R),
+        documents_cut_O=sums(filled.cut_R),
+        source_tokens_OK=sums(filled.tokens_RK),
         digest_O=sums(row_digests(rows, np.full(len(rows), window), index_R), np.uint64),
         skipped=skipped,
     )

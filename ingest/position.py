@@ -20,7 +20,7 @@ from ingest.errors import ResumeError
 from ingest.plan import Cursors
 from ingest.slab import Counts, Prefix, cursors_from_json, cursors_to_json
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 20
 
 Fingerprint = Mapping[str, Any]
@@ -200,6 +200,7 @@ def _counts_to_json(counts: Counts, names: list[str]) -> dict[str, Any]:
     return {
         "tokens": counts.tokens,
         "documents": counts.documents,
+        "documents_cut": counts.documents_cut,
         "skipped": counts.skipped,
         "source_tokens": dict(zip(names, counts.source_tokens, strict=True)),
         "digest": format(counts.digest, "016x"),
@@ -217,8 +218,10 @@ def _counts_from_json(value: Any, names: list[str]) -> Counts:
     digest = value["digest"]
     if not re.fullmatch("[0-9a-f]{16}", digest):
         raise ValueError(f"digest {digest!r}")
-    tokens, documents, skipped = (_natural(value[name]) for name in ("tokens", "documents", "skipped"))
-    return Counts(tokens, documents, skipped, per_source, int(digest, 16))
+    tokens, documents, cut, skipped = (
+        _natural(value[name]) for name in ("tokens", "documents", "documents_cut", "skipped")
+    )
+    return Counts(tokens, documents, cut, skipped, per_source, int(digest, 16))
 
 
 def _cursors_from_json(value: Any) -> Cursors:

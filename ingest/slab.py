@@ -14,7 +14,7 @@ The digest is the sum modulo 2^64 of one XXH3-64 hash a row, over the row's toke
 padding included) and its piece lengths (int32), seeded with (window << 32) + row. So it depends on content and address,
 and not on who consumed the row. Source: xxHash specification, XXH3_64bits_withSeed (stable since 0.8.0).
 
-Cost: header and prefix sums are about 40 + 8 K bytes a lane row; encoding and decoding copy nothing.
+Cost: header and prefix sums are about 48 + 8 K bytes a lane row; encoding and decoding copy nothing.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Counts:
     Args:
         tokens: input tokens, padding apart.
         documents: documents that begin in it.
+        documents_cut: those of them that go on in another row.
         skipped: documents without text (null or empty), counted at the end of their window.
         source_tokens: tokens of each source, in the config's order.
         digest: sum of row hashes modulo 2^64.
@@ -97,6 +98,7 @@ class Counts:
 
     tokens: int
     documents: int
+    documents_cut: int
     skipped: int
     source_tokens: tuple[int, ...]
     digest: int
@@ -104,13 +106,14 @@ class Counts:
     @classmethod
     def zero(cls, num_sources: int) -> Counts:
         """Nothing consumed."""
-        return cls(0, 0, 0, (0,) * num_sources, 0)
+        return cls(0, 0, 0, 0, (0,) * num_sources, 0)
 
     def __add__(self, other: Counts) -> Counts:
         pairs = zip(self.source_tokens, other.source_tokens, strict=True)
         return Counts(
             self.tokens + other.tokens,
             self.documents + other.documents,
+            self.documents_cut + other.documents_cut,
             self.skipped + other.skipped,
             tuple(mine + theirs for mine, theirs in pairs),
             (self.digest + other.digest) % DIGEST_MODULUS,
@@ -122,7 +125,7 @@ class Prefix:
     """Prefix sums over all lanes of a window, by lane offset.
 
     Args:
-        tokens_O, documents_O: int64 [N + 1].
+        tokens_O, documents_O, documents_cut_O: int64 [N + 1].
         source_tokens_OK: int64 [N + 1, K].
         digest_O: uint64 [N + 1].
         skipped: documents of the window without text.
@@ -130,6 +133,7 @@ class Prefix:
 
     tokens_O: IntArray
     documents_O: IntArray
+    documents_cut_O: IntArray
     source_tokens_OK: IntArray
     digest_O: npt.NDArray[np.uint64]
     skipped: int
@@ -144,6 +148,7 @@ class Prefix:
         return Counts(
             int(self.tokens_O[offset]),
             int(self.documents_O[offset]),
+            int(self.documents_cut_O[offset]),
             self.skipped if offset == self.rows else 0,
             tuple(self.source_tokens_OK[offset].tolist()),
             int(self.digest_O[offset]),
@@ -204,7 +209,8 @@ class Slab:
             raise OrderError(f"a block must be one slab; got {table.num_rows} rows of {names}: report this Ray version")
         header = json.loads(table["header"][0].as_py())
         dtype, num_rows, width = header["tokens"]
-        tokens, lengths, counts, tokens_O, documents_O, sources, digest_O = (_view(table[name]) for name in _NAMES)
+        tokens, lengths, counts, *sums = (_view(table[name]) for name in _NAMES)
+        tokens_O, documents_O, documents_cut_O, sources, digest_O = sums
         return cls(
             cursors=cursors_from_json(header["cursors"]),
             rank=header["rank"][0],
@@ -214,6 +220,7 @@ class Slab:
             prefix=Prefix(
                 tokens_O.view(np.int64),
                 documents_O.view(np.int64),
+                documents_cut_O.view(np.int64),
                 sources.view(np.int64).reshape(-1, header["sources"]),
                 digest_O.view(np.uint64),
                 header["skipped"],
@@ -222,13 +229,16 @@ class Slab:
         )
 
 
-_NAMES = ("tokens", "lengths", "counts", "prefix_tokens", "prefix_documents", "prefix_source_tokens", "prefix_digest")
+_NAMES = (
+    *("tokens", "lengths", "counts", "prefix_tokens", "prefix_documents", "prefix_documents_cut"),
+    *("prefix_source_tokens", "prefix_digest"),
+)
 SCHEMA = pa.schema([("header", pa.string()), *((name, pa.large_binary()) for name in _NAMES)])
 
 
 def _arrays(rows: Rows, prefix: Prefix) -> Iterable[npt.NDArray[Any]]:
     """In the order of ``_NAMES``."""
-    sums = (prefix.tokens_O, prefix.documents_O, prefix.source_tokens_OK, prefix.digest_O)
+    sums = (prefix.tokens_O, prefix.documents_O, prefix.documents_cut_O, prefix.source_tokens_OK, prefix.digest_O)
     return (rows.tokens_BX, rows.lengths_L, rows.counts_B, *sums)
 
 

@@ -26,13 +26,14 @@ POSITION = Position(
     step=3,
     offset=1,
     cursors=Cursors(2, (SourceCursor(0, 5, 17), SourceCursor(1, 0, 0))),
-    base=Counts(60, 9, 1, (40, 20), 0xFFFFFFFFFFFFFFF0),
-    counts=Counts(90, 12, 1, (60, 30), 0xAB),
+    base=Counts(60, 9, 4, 1, (40, 20), 0xFFFFFFFFFFFFFFF0),
+    counts=Counts(90, 12, 5, 1, (60, 30), 0xAB),
     fingerprint=FINGERPRINT,
 )
 PREFIX = Prefix(
     tokens_O=np.array([0, 30, 50]),
     documents_O=np.array([0, 3, 4]),
+    documents_cut_O=np.array([0, 1, 1]),
     source_tokens_OK=np.array([[0, 0], [20, 10], [30, 20]]),
     digest_O=np.array([0, 0xAB + 0x10, 7], np.uint64),
     skipped=2,
@@ -56,12 +57,13 @@ def changed(path: str, value: object) -> dict:
 
 def test_golden_json() -> None:
     assert POSITION.to_dict() == {
-        "version": 1,
+        "version": 2,
         "step": 3,
         "rows": 12,
         "padding": 6,
         "tokens": 90,
         "documents": 12,
+        "documents_cut": 5,
         "skipped": 1,
         "source_tokens": {"web": 60, "code": 30},
         "digest": "00000000000000ab",
@@ -71,6 +73,7 @@ def test_golden_json() -> None:
         "window_start": {
             "tokens": 60,
             "documents": 9,
+            "documents_cut": 4,
             "skipped": 1,
             "source_tokens": {"web": 40, "code": 20},
             "digest": "fffffffffffffff0",
@@ -107,7 +110,7 @@ def test_rows_tokens_and_padding_are_those_handed_out() -> None:
 def test_the_start_has_consumed_nothing() -> None:
     start = Position.start(POSITION.cursors, FINGERPRINT)
     assert (start.step, start.offset, start.rows, start.tokens, start.padding) == (0, 0, 0, 0, 0)
-    assert start.counts == start.base == Counts(0, 0, 0, (0, 0), 0)
+    assert start.counts == start.base == Counts(0, 0, 0, 0, (0, 0), 0)
 
 
 @pytest.mark.parametrize("field", sorted(POSITION.to_dict()))
@@ -182,11 +185,11 @@ def test_fields_that_contradict_each_other_are_refused(path: str, value: object)
 
 
 def test_another_version_is_refused_with_both_versions() -> None:
-    with pytest.raises(ResumeError, match="position version must be 1; got 2: use the release that wrote it"):
-        Position.from_dict(changed("version", 2))
+    with pytest.raises(ResumeError, match="position version must be 2; got 1: use the release that wrote it"):
+        Position.from_dict(changed("version", 1))
 
 
-@pytest.mark.parametrize("value", [None, 3, "position", [], (), {"version": 1}])
+@pytest.mark.parametrize("value", [None, 3, "position", [], (), {"version": 2}])
 def test_something_else_than_a_position_is_refused(value: object) -> None:
     with pytest.raises(ResumeError, match="position must have the fields"):
         Position.from_dict(value)
@@ -274,7 +277,7 @@ def test_a_position_of_ten_sources_is_under_16_kib_in_every_spelling() -> None:
         position,
         fingerprint={**position.fingerprint, "sources": sources},
         cursors=Cursors(large, tuple(SourceCursor(large, large, 2**64) for _ in names)),
-        base=Counts(large * 10, large, large, (large,) * 10, 2**64 - 1),
-        counts=Counts(large * 10, large, large, (large,) * 10, 2**64 - 1),
+        base=Counts(large * 10, large, large, large, (large,) * 10, 2**64 - 1),
+        counts=Counts(large * 10, large, large, large, (large,) * 10, 2**64 - 1),
     )
     assert len(position.to_json().encode()) < 16 * 1024

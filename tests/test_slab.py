@@ -33,7 +33,7 @@ def rows_of(tokens, pieces, dtype=np.uint16) -> Rows:
 
 def prefix_of(num_rows: int) -> Prefix:
     steps = np.arange(num_rows + 1)
-    return Prefix(steps * 4, steps * 2, np.stack([steps * 3, steps], axis=1), steps.astype(np.uint64) * 2**62, 5)
+    return Prefix(steps * 4, steps * 2, steps, np.stack([steps * 3, steps], axis=1), steps.astype(np.uint64) * 2**62, 5)
 
 
 SLAB = Slab(CURSORS, 1, 2, True, rows_of([[1, 2, 3], [4, 5, 256]], [[3], [1, 2]]), prefix_of(2))
@@ -43,7 +43,7 @@ EMPTY = Slab(CURSORS, 0, 1, False, Rows.padding(0, 3, np.uint32, 0), prefix_of(0
 def plain(slab: Slab) -> list:
     rows, prefix = slab.rows, slab.prefix
     arrays = (rows.tokens_BX, rows.lengths_L, rows.counts_B, prefix.tokens_O, prefix.documents_O)
-    arrays += (prefix.source_tokens_OK, prefix.digest_O)
+    arrays += (prefix.documents_cut_O, prefix.source_tokens_OK, prefix.digest_O)
     values = [(array.dtype.str, array.shape, array.tolist()) for array in arrays]
     return [slab.cursors, slab.rank, slab.world_size, slab.last, prefix.skipped, *values]
 
@@ -142,18 +142,18 @@ def test_a_digest_depends_on_content_pieces_and_address(tokens, pieces, window: 
 def test_prefix_sums_count_the_first_rows_of_every_lane_and_skips_at_the_end() -> None:
     prefix = prefix_of(2)
     assert prefix.rows == 2
-    assert prefix.at(0) == Counts(0, 0, 0, (0, 0), 0)
-    assert prefix.at(1) == Counts(4, 2, 0, (3, 1), 2**62)
-    assert prefix.at(2) == Counts(8, 4, 5, (6, 2), 2**63)
+    assert prefix.at(0) == Counts(0, 0, 0, 0, (0, 0), 0)
+    assert prefix.at(1) == Counts(4, 2, 1, 0, (3, 1), 2**62)
+    assert prefix.at(2) == Counts(8, 4, 2, 5, (6, 2), 2**63)
 
 
 def test_the_prefix_of_a_window_without_rows_counts_its_skips() -> None:
-    assert prefix_of(0).at(0) == Counts(0, 0, 5, (0, 0), 0)
+    assert prefix_of(0).at(0) == Counts(0, 0, 0, 5, (0, 0), 0)
 
 
 def test_counts_add_up_and_digests_wrap() -> None:
-    added = Counts(1, 2, 3, (1, 0), 2**64 - 1) + Counts(10, 20, 30, (4, 6), 3)
-    assert added == Counts(11, 22, 33, (5, 6), 2)
+    added = Counts(1, 2, 1, 3, (1, 0), 2**64 - 1) + Counts(10, 20, 2, 30, (4, 6), 3)
+    assert added == Counts(11, 22, 3, 33, (5, 6), 2)
     assert Counts.zero(2) + added == added
 
 
