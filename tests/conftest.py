@@ -45,6 +45,12 @@ CORE = (
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How much the long tests do; the defaults are what ``make test`` runs."""
+    parser.addoption("--parity-mb", type=int, default=0, help="megabytes of installed text to compare tokenizers on")
+    parser.addoption("--parity-vocab", type=int, default=8192, help="ids of the tokenizers that are compared")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m core`` the files of the shell are not even imported: Ray and torch take seconds."""
     shell = collection_path.suffix == ".py" and collection_path.stem.removeprefix("test_") not in CORE

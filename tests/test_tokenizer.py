@@ -167,6 +167,23 @@ def test_the_parallelism_variable_is_set_only_where_it_is_unset(load):
 
 # The fast backend.
 
+TEXT_SUFFIXES = (
+    ".c",
+    ".cpp",
+    ".h",
+    ".hpp",
+    ".html",
+    ".js",
+    ".json",
+    ".md",
+    ".pl",
+    ".pm",
+    ".py",
+    ".pyi",
+    ".rst",
+    ".txt",
+)
+
 
 def split(regex):
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -354,7 +371,7 @@ def test_the_audit_refuses_other_ids_and_says_which_document():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regex", [None, LLAMA3, QWEN2, O200K], ids=["gpt2", "llama3", "qwen2", "o200k"])
-def test_no_document_of_the_standard_library_differs(sources, regex):
+def test_no_document_of_the_installed_sources_differs(sources, regex, pytestconfig):
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -365,21 +382,37 @@ def test_no_document_of_the_standard_library_differs(sources, regex):
         built.pre_tokenizer = pre_tokenizers.Sequence([cut, built.pre_tokenizer])
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=8192, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=pytestconfig.getoption("parity_vocab"),
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     built.train_from_iterator(sources[::4], trainer)
     content = built.to_str().encode()
     mine = Tokenizer.load(TokenizerConfig(path="t.json", backend="tiktoken"), lambda _: content)
     other = Tokenizer.load(TokenizerConfig(path="t.json", backend="tokenizers"), lambda _: content)
-    assert all(np.array_equal(mine.encode([text])[0], other.encode([text])[0]) for text in sources)
+    for start in range(0, len(sources), 64):
+        texts = sources[start : start + 64]
+        for got, expected in zip(mine.encode(texts), other.encode(texts), strict=True):
+            assert np.array_equal(got, expected), texts
 
 
 @pytest.fixture(scope="module")
-def sources():
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return [file.read_bytes().decode("utf-8", "replace") for file in files]
+def sources(pytestconfig):
+    """Text that is installed here: the standard library, and with ``--parity-mb`` all packages too."""
+    limit = pytestconfig.getoption("parity_mb") << 20
+    root = Path(sysconfig.get_path("stdlib"))
+    if not limit:
+        return [file.read_bytes().decode("utf-8", "replace") for file in sorted(root.glob("*.py"))]
+    found, size = [], 0
+    for folder in dict.fromkeys((root, Path(sysconfig.get_path("purelib")), Path("/usr/share"), Path("/usr/include"))):
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in TEXT_SUFFIXES and file.is_file() and size < limit:
+                text = file.read_bytes()[: 4 << 20].decode("utf-8", "replace")
+                size += len(text)
+                found.append(text)
+    return list(dict.fromkeys(found))
 
 
 def test_an_eos_token_that_text_can_contain_is_refused(load, tokenizer_bytes):
