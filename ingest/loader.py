@@ -29,6 +29,7 @@ from ingest.readahead import ReadAhead
 from ingest.run import Run
 from ingest.slab import Slab
 
+_log = logging.getLogger("ingest")
 LEAVE_S = 5.0  # the stream ends with its last rank, usually within half a second; longer while others go on
 
 T = TypeVar("T", Step, Batch)
@@ -111,7 +112,10 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         prefetcher = Prefetcher(self._device, self.config.resources.prefetch_batches)
         with contextlib.closing(self._begin(prefetcher.batches)) as batches:  # so that leaving the loop frees the CPUs
-            yield from batches
+            for batch in batches:
+                if line := self.timing.complaint():
+                    _log.warning(line)
+                yield batch
 
     def steps(self) -> Generator[Step, None, None]:
         """Like iterating, with the rows as they travelled and their addresses instead of tensors."""
@@ -152,7 +156,7 @@ class Loader:
         return Feed(stream, rank, resources, stalled)
 
     def _noted(self, slab: Slab) -> Slab:
-        self.timing.note(int(slab.prefix.tokens_O[-1]), slab.spent_s)
+        self.timing.note(int(slab.prefix.tokens_O[-1]), slab.spent)
         return slab
 
     def _timed(self, items: Iterator[T], began: float) -> T | None:

@@ -11,6 +11,7 @@ import ray.train
 import ingest
 
 EVERY_S = 5.0
+SHORT_AFTER_S = 30.0
 
 
 class Progress:
@@ -22,6 +23,7 @@ class Progress:
         self._start = loader.position
         self._losses: list[float] = []
         self._began = self._said = time.perf_counter()
+        self._short = False
         self._log = log
         if log and self._start.step:
             log.info("resumed at step %d, digest %s", self._start.step, self._start.digest)
@@ -35,6 +37,9 @@ class Progress:
             rate, waiting = self._rates()
             words = "step %d: loss %.3f, %.0f tokens/s, waiting for data %.1f %%"
             self._log.info(words, self._loader.position.step, loss, rate, 100 * waiting)
+            if not self._short and now - self._began > SHORT_AFTER_S and (line := self._loader.timing.shortage()):
+                self._short = True
+                self._log.info("%s", line)
 
     def metrics(self) -> dict[str, Any]:
         """Of this attempt: losses in nats, tokens a second and waiting after the first batch, padding as a share."""

@@ -51,6 +51,16 @@ def test_a_shortage_is_one_line_with_the_stage_and_the_factor(wait_s: float, sec
     assert timing(wait_s, **seconds).shortage() == line
 
 
+def test_a_shortage_is_said_once_and_not_at_the_start() -> None:
+    made = timing(2.0, read=0.0, tokenize=1.0, pack=0.0)
+    assert made.complaint() is None
+    made.wait_s, made.elapsed_s = 0.1, 61.0
+    assert made.complaint() is None
+    made.wait_s = 6.1
+    assert (made.complaint() or "").startswith("waited 10% of the time for data: CPUs are short")
+    assert made.complaint() is None
+
+
 def test_a_lap_books_the_time_since_the_last_one() -> None:
     watch = Stopwatch(iter([0.0, 5.0, 6.0, 8.0, 8.5]).__next__)
     watch.start()
