@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ingest.attention import block_mask, document_mask, transformers_arguments, varlen_arguments
     from ingest.batch import Batch
     from ingest.config import (
         IngestConfig,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ingest.train import restore_checkpoint, save_checkpoint, train_loader
 
 _HOME = {
+    "attention": ("block_mask", "document_mask", "transformers_arguments", "varlen_arguments"),
     "batch": ("Batch",),
     "config": (
         "IngestConfig", "PackingConfig", "ResourcesConfig", "ShuffleConfig", "SourceConfig", "StorageConfig",
@@ -65,9 +67,13 @@ __all__ = [
     "StorageConfig",
     "StorageError",
     "TokenizerConfig",
+    "block_mask",
+    "document_mask",
     "restore_checkpoint",
     "save_checkpoint",
     "train_loader",
+    "transformers_arguments",
+    "varlen_arguments",
 ]
 
 

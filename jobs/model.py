@@ -1,19 +1,26 @@
 """A small GPT for the jobs: it shows that data arrives and that a resume is exact, not how to model language.
 
-Pre-norm blocks, rotary positions from ``position_ids``, attention within a document only, tied embeddings. The mask is
-a dense [B, 1, T, T]: attention by segment lengths has no CPU kernel. Cost of forward and backward at the default sizes
-with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of it the output layer.
+Pre-norm blocks, rotary positions from ``position_ids``, tied embeddings. Attention is given to the model, since it is
+what keeps documents apart: here it is torch's own with a dense mask, as the others have no CPU kernel. Cost of forward
+and backward at the default sizes with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of it the
+output layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ingest.attention import document_mask
 from ingest.batch import IGNORE_INDEX, Batch
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values to mixed values, each [B, heads, T, head]; sees within a document and backwards only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,22 +67,22 @@ class GPT(nn.Module):
         table = _rotations(config.sequence_length, config.width // config.num_heads)
         self.register_buffer("rotations", table, persistent=False)
 
-    def forward(self, inputs: Tensor, positions: Tensor, documents: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, positions: Tensor, attend: Attend, labels: Tensor | None = None) -> Tensor:
         """Logits, or with labels the loss, for which only one row's logits are made at a time.
 
         Args:
             inputs: int64 [B, T], ``input_ids`` of a ``Batch``.
             positions: int64 [B, T], its ``position_ids``.
-            documents: int64 [B, T], its ``document_ids``.
+            attend: keeps its documents apart.
             labels: int64 [B, T], its ``labels``.
 
         Returns:
             [B, T, V], finite at padding too; or a scalar, the summed cross-entropy in nats.
         """
-        mask, rotations = document_mask(documents), self.rotations[positions].unsqueeze(1)
+        rotations = self.rotations[positions].unsqueeze(1)
         hidden, vocabulary = self.embedding(inputs), self.embedding.weight
         for block in self.blocks:
-            hidden = block(hidden, rotations, mask)
+            hidden = block(hidden, rotations, attend)
         hidden = self.norm(hidden)
         if labels is None:
             return functional.linear(hidden, vocabulary)
@@ -101,29 +108,15 @@ class Block(nn.Module):
         self.expand = nn.Linear(width, 4 * width, bias=False)
         self.contract = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, hidden: Tensor, rotations: Tensor, mask: Tensor) -> Tensor:
-        """One block over [B, T, width], with rotations [B, 1, T, head / 2, 2] and a mask [B, 1, T, T]."""
+    def forward(self, hidden: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """One block over [B, T, width], with rotations [B, 1, T, head / 2, 2]."""
         parts = self.query_key_value(self.attend_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         query, key = _rotate(query, rotations), _rotate(key, rotations)
-        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        mixed = attend(query, key, value)
         hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
         output: Tensor = hidden + self.contract(functional.gelu(self.expand(self.expand_norm(hidden))))
         return output
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Lets a token see itself and what precedes it in its document, and padding see itself, as softmax needs something.
-
-    Args:
-        document_ids: int64 [B, T], -1 at padding.
-
-    Returns:
-        bool [B, 1, T, T], True where the first place sees the second.
-    """
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    itself = torch.eye(document_ids.shape[1], dtype=torch.bool, device=document_ids.device)
-    return ((same & (document_ids >= 0).unsqueeze(2)).tril() | itself).unsqueeze(1)
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
@@ -132,7 +125,8 @@ def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     Returns:
         A scalar in nats, 0 with gradients of 0 where all is padding; labels that are not -100.
     """
-    loss: Tensor = model(batch.input_ids, batch.position_ids, batch.document_ids, batch.labels)
+    attend = partial(functional.scaled_dot_product_attention, attn_mask=document_mask(batch))
+    loss: Tensor = model(batch.input_ids, batch.position_ids, attend, batch.labels)
     return loss, int((batch.labels != IGNORE_INDEX).sum())
 
 

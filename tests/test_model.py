@@ -1,10 +1,14 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from ingest.attention import document_mask
 from ingest.batch import Batch
 from ingest.slab import Rows
-from jobs.model import GPT, GPTConfig, document_mask, loss_sum
+from jobs.model import GPT, GPTConfig, loss_sum
 
 SMALL = GPTConfig(vocab_size=32, sequence_length=8, num_layers=2, num_heads=2, width=16)
 
@@ -15,9 +19,13 @@ def batch_of(tokens, segments):
     return Batch.from_rows(Rows(np.array(tokens, dtype=np.uint16), lengths, counts), position=None)
 
 
+def attend_within(batch):
+    return partial(scaled_dot_product_attention, attn_mask=document_mask(batch))
+
+
 def logits_of(model, batch):
     with torch.no_grad():
-        return model(batch.input_ids, batch.position_ids, batch.document_ids)
+        return model(batch.input_ids, batch.position_ids, attend_within(batch))
 
 
 @pytest.fixture
@@ -51,27 +59,13 @@ def test_a_document_gets_the_same_logits_wherever_it_stands_in_a_row(model):
 
 def test_a_token_sees_its_position(model):
     batch = batch_of([[7, 7, 7, 1, 7, 7, 7, 7, 0]], [[8]])
-    moved = model(batch.input_ids, batch.position_ids.flip(1), batch.document_ids)
+    moved = model(batch.input_ids, batch.position_ids.flip(1), attend_within(batch))
     assert not torch.allclose(logits_of(model, batch), moved)
 
 
 def test_a_token_sees_no_later_one(model):
     one, other = batch_of([[1, 2, 3, 4, 5]], [[4]]), batch_of([[1, 2, 3, 9, 5]], [[4]])
     assert torch.equal(logits_of(model, one)[:, :3], logits_of(model, other)[:, :3])
-
-
-def test_the_mask_of_two_documents_and_padding_is_this_one():
-    assert document_mask(torch.tensor([[0, 0, 1, -1, -1]])).int().tolist() == [
-        [
-            [
-                [1, 0, 0, 0, 0],
-                [1, 1, 0, 0, 0],
-                [0, 0, 1, 0, 0],
-                [0, 0, 0, 1, 0],
-                [0, 0, 0, 0, 1],
-            ]
-        ]
-    ]
 
 
 def test_a_batch_of_padding_has_loss_zero_no_labels_and_no_nan(model):
