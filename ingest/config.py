@@ -17,7 +17,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ingest.columns import SETTINGS, Columns, Kind
 from ingest.errors import ConfigError
+from ingest.fim import FimConfig
 
 _STRICT = ConfigDict(extra="forbid", strict=False)
 
@@ -35,7 +37,12 @@ class SourceConfig:
         name: unique; appears in counts, errors and positions.
         path: a file, a directory (searched for ``*.parquet``), a glob (``**`` allowed), or a list of these; a local
             path or a URI (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``).
-        text_column: the column that holds one document a row.
+        text_column: the column that holds one document a row; not read where one of the next four is named.
+        messages: a column of conversations, list<struct<role, content>>, for the chat template; answers are trained.
+        prompt, response: two columns of text, of which the response is trained.
+        tokens: a column of lists of ids, documents that are tokenized already.
+        transform: ``package.module:function``, applied to texts before anything else.
+        fim: fill-in-the-middle on the text of this source.
         weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
             large as the source is.
     """
@@ -45,6 +52,12 @@ class SourceConfig:
     name: str
     path: str | tuple[str, ...]
     text_column: str = "text"
+    messages: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    tokens: str | None = None
+    transform: str | None = None
+    fim: FimConfig | None = None
     weight: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +66,36 @@ class SourceConfig:
         if self.weight is not None:
             rule = f"source {self.name}: weight must be between 0.000001 and 1000000"
             _require(1e-6 <= self.weight <= 1e6, rule, self.weight, "set a share such as 0.7, or leave it out")
+        self._require_one_kind()
+
+    def _require_one_kind(self) -> None:
+        kinds: list[Kind] = ["messages", "prompt", "tokens"]
+        named = [name for kind in kinds for name in SETTINGS[kind] if getattr(self, name)]
+        one = any(named == list(SETTINGS[kind]) for kind in kinds) and self.text_column == "text"
+        rule = f"source {self.name}: documents must come from one of text_column, messages, prompt and response, tokens"
+        _require(not named or one, rule, ", ".join(named), "name one of them")
+        only_text = [name for name in ("transform", "fim") if getattr(self, name) is not None]
+        rule = f"source {self.name}: transform and fim must stand beside a text_column"
+        _require(not (named and only_text), rule, ", ".join(only_text + named), "leave them out")
+
+    @property
+    def columns(self) -> Columns:
+        """What documents are read from."""
+        for kind, settings in SETTINGS.items():
+            names = tuple(getattr(self, name) for name in settings)
+            if kind != "text" and all(names):
+                return Columns(kind, names)
+        return Columns("text", (self.text_column,))
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of its tokens are no labels."""
+        return self.columns.kind in ("messages", "prompt")
+
+    @property
+    def plain(self) -> bool:
+        """Whether its documents are text that is tokenized as it is."""
+        return self.columns.kind == "text" and self.transform is None and self.fim is None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -90,6 +133,9 @@ class TokenizerConfig:
     Args:
         path: a ``tokenizer.json`` of the `tokenizers` library; local or URI.
         eos_token: the token appended to every document; must be in the vocabulary.
+        bos_token: a token put before every document.
+        chat_template: a ``.jinja`` file, or a ``tokenizer_config.json`` with that key, for conversations; None looks for
+            a ``tokenizer_config.json`` beside ``path``.
         backend: ``tokenizers`` is the reference; ``tiktoken`` is faster and used only where proven identical; ``auto``
             takes tiktoken if it is installed and proven identical, and says so.
     """
@@ -99,6 +145,8 @@ class TokenizerConfig:
     path: str
     eos_token: str = "<|endoftext|>"  # noqa: S105 - a token of text
     backend: Literal["auto", "tokenizers", "tiktoken"] = "auto"
+    bos_token: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +371,9 @@ def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
         )
         for source in config.sources
     )
-    tokenizer = dataclasses.replace(config.tokenizer, path=absolute(config.tokenizer.path))
+    tokenizer = config.tokenizer
+    template = None if tokenizer.chat_template is None else absolute(tokenizer.chat_template)
+    tokenizer = dataclasses.replace(tokenizer, path=absolute(tokenizer.path), chat_template=template)
     manifest = None if config.manifest is None else absolute(config.manifest)
     return dataclasses.replace(config, sources=sources, tokenizer=tokenizer, manifest=manifest)
 
@@ -346,5 +396,5 @@ def _first_problem(error: ValidationError) -> str:
 
 
 _OWNERS: tuple[type, ...] = (
-    IngestConfig, SourceConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig, ResourcesConfig,
+    IngestConfig, SourceConfig, FimConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig, ResourcesConfig,
 )  # fmt: skip

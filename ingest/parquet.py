@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from ingest.columns import Columns, as_text, holds_text
 from ingest.errors import DataError
 from ingest.retry import classify, from_store, one_line, retrying
 from ingest.storage import Storage
@@ -110,21 +111,32 @@ def text_column(metadata: Any, column: str, path: str) -> int:
     if names.count(column) > 1:
         raise DataError(f"{path} must have one column {column}; got {names.count(column)}: rename the others")
     kind = _type_of(schema, column)
-    if not _holds_text(kind):
+    if not holds_text(kind):
         raise DataError(f"{path}: column {column} must hold text; got {kind}: set text_column to another column")
     return names.index(column)
+
+
+def find_columns(metadata: Any, columns: Columns | str, path: str) -> list[int]:
+    """The indexes of all leaf columns that documents are read from; a name alone is a text column.
+
+    Raises:
+        DataError: as for ``text_column``, or a column is not of the type that its kind needs.
+    """
+    if isinstance(columns, Columns) and columns.kind != "text":
+        return columns.leaves(metadata, path)
+    return [text_column(metadata, columns if isinstance(columns, str) else columns.names[0], path)]
 
 
 def read_documents(
     storage: Storage,
     path: str,
     row_group: int,
-    column: str,
+    columns: Columns | str,
     expect: tuple[int, str] | None = None,
     *,
     batch_rows: int = 256,
     request_bytes: int | None = None,
-) -> Iterator[pa.LargeStringArray]:
+) -> Iterator[pa.Array]:
     """Yields the documents of one row group in order; a null stays null. A transient error repeats and loses no row.
 
     The footer is read and compared when a file is met first; while it is among the last 32, only its size is compared.
@@ -133,7 +145,7 @@ def read_documents(
         storage: opens the file.
         path: the file.
         row_group: index within the file.
-        column: the text column.
+        columns: where they stand; a name alone is a text column.
         expect: size in bytes and footer hash from the manifest; None takes the file as it is.
         batch_rows: rows of one array, at most.
         request_bytes: size of one request, to read only the first documents of a large row group; None as described
@@ -144,14 +156,14 @@ def read_documents(
         StorageError: the file cannot be opened or read.
     """
     rows = 0
-    batches: Iterator[pa.LargeStringArray] | None = None
+    batches: Iterator[pa.Array] | None = None
 
-    def advance() -> pa.LargeStringArray | None:
+    def advance() -> pa.Array | None:
         nonlocal batches
         try:
             with decoding(path, row_group):
                 if batches is None:
-                    batches = _batches(storage, path, row_group, column, expect, batch_rows, request_bytes)
+                    batches = _batches(storage, path, row_group, columns, expect, batch_rows, request_bytes)
                     _skip(batches, rows)
                 return next(batches, None)
         except OSError:
@@ -167,19 +179,21 @@ def _batches(
     storage: Storage,
     path: str,
     row_group: int,
-    column: str,
+    columns: Columns | str,
     expect: tuple[int, str] | None,
     batch_rows: int,
     request_bytes: int | None,
-) -> Iterator[pa.LargeStringArray]:
+) -> Iterator[pa.Array]:
     with storage.open(path) as file:
         metadata = verified(file, path, expect).metadata
         if not 0 <= row_group < metadata.num_row_groups:
             raise DataError(
                 f"{path} has {metadata.num_row_groups} row groups; got {row_group}: run `ingest index` again"
             )
-        chunk = metadata.row_group(row_group).column(text_column(metadata, column, path))
-        whole = request_bytes is None and chunk.total_compressed_size <= _WHOLE_CHUNK_BYTES
+        group, leaves = metadata.row_group(row_group), find_columns(metadata, columns, path)
+        chunks = [group.column(index) for index in leaves]
+        compressed_bytes = sum(chunk.total_compressed_size for chunk in chunks)
+        whole = request_bytes is None and compressed_bytes <= _WHOLE_CHUNK_BYTES
         reader = pq.ParquetFile(
             file,
             metadata=metadata,
@@ -187,14 +201,15 @@ def _batches(
             buffer_size=0 if whole else request_bytes or _STREAM_BYTES,
             page_checksum_verification=True,
         )
-        first, mean_bytes = 0, chunk.total_uncompressed_size // max(1, metadata.row_group(row_group).num_rows)
+        first, mean_bytes = 0, sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, group.num_rows)
         batch_rows = max(1, min(batch_rows, _BATCH_BYTES // max(1, mean_bytes)))
-        for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=[column], use_threads=False):
-            yield _as_text(batch, column, f"{path}: row group {row_group}", first)
+        names = [metadata.schema.column(index).path for index in leaves]
+        for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=names, use_threads=False):
+            yield _rows(batch, columns, f"{path}: row group {row_group}", first)
             first += batch.num_rows
 
 
-def _skip(batches: Iterator[pa.LargeStringArray], rows: int) -> None:
+def _skip(batches: Iterator[pa.Array], rows: int) -> None:
     while rows > 0:
         rows -= len(next(batches))
 
@@ -268,35 +283,13 @@ def _type_of(schema: pa.Schema, column: str) -> pa.DataType:
     return kind
 
 
-def _holds_text(kind: pa.DataType) -> bool:
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    types = pa.types
-    text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
-    data = types.is_binary(value) or types.is_large_binary(value) or types.is_binary_view(value)
-    return bool(text or data or types.is_null(value))
-
-
-def _as_text(batch: pa.RecordBatch, column: str, where: str, first_row: int) -> pa.LargeStringArray:
-    """A batch's only column as large_string, checked to be UTF-8, which Parquet readers do not do."""
-    array = batch.column(0)
+def _rows(batch: pa.RecordBatch, columns: Columns | str, where: str, first_row: int) -> pa.Array:
+    if isinstance(columns, Columns) and columns.kind != "text":
+        return columns.rows(batch, where, first_row)
+    array, name = batch.column(0), columns if isinstance(columns, str) else columns.names[0]
     if pa.types.is_struct(array.type):
-        array = pc.struct_field(array, column.split(".")[1:])
-    try:
-        text = array.cast(pa.large_string())
-        text.validate(full=True)
-    except pa.ArrowInvalid as error:
-        row = first_row + _first_invalid(array)
-        raise DataError(f"{where}, row {row} must be UTF-8; {one_line(error)}: mend it or leave it out") from error
-    return text
-
-
-def _first_invalid(array: pa.Array) -> int:
-    for row, value in enumerate(array.cast(pa.large_binary()).to_pylist()):
-        try:
-            (value or b"").decode()
-        except UnicodeDecodeError:
-            return row
-    return 0
+        array = pc.struct_field(array, name.split(".")[1:])
+    return as_text(array, where, first_row)
 
 
 @contextlib.contextmanager

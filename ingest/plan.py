@@ -26,7 +26,7 @@ import xxhash
 
 PLAN_VERSION = 1  # in the fingerprint; raise it with any change of order, and say so in CHANGELOG.md
 
-_UNITS, _DOCUMENTS, _ROWS = 1, 2, 3  # streams of random numbers, so that no two permutations share their keys
+_UNITS, _DOCUMENTS, _ROWS, _TRANSFORMS = 1, 2, 3, 4  # streams of random numbers, so that no two permutations share their keys
 
 
 def permutation(count: int, seed: int, stream: int, *key: int) -> npt.NDArray[np.int64]:
@@ -58,6 +58,30 @@ def document_order(count: int, seed: int, window: int) -> npt.NDArray[np.int64]:
 def row_order(count: int, seed: int, window: int) -> npt.NDArray[np.int64]:
     """The order in which a window hands out its packed rows: int64 [count]."""
     return permutation(count, seed, _ROWS, window)
+
+
+def document_words(
+    seed: int, source: str, epoch: int, unit: int, rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
+    """Random words for the documents of a unit, the same for ever, however the rows are batched.
+
+    Args:
+        seed: the run's seed.
+        source: name of the source.
+        epoch: pass over it.
+        unit: number of the unit in its manifest.
+        rows: int64 [D], ascending rows in the unit.
+
+    Returns:
+        uint64 [D, 4]: raw words 4 r to 4 r + 3 of the unit's PCG64 for row r.
+    """
+    if not len(rows):
+        return np.zeros((0, 4), np.uint64)
+    name = xxhash.xxh3_64_intdigest(source.encode())
+    bits = np.random.PCG64(np.random.SeedSequence([seed, _TRANSFORMS, name, epoch, unit]))
+    first = int(rows[0])
+    bits.advance(4 * first)
+    return bits.random_raw(4 * (int(rows[-1]) - first + 1)).reshape(-1, 4)[rows - first]
 
 
 class Unit(NamedTuple):

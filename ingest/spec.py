@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ingest.columns import Columns
 from ingest.plan import Cursors
 
 
@@ -18,6 +19,7 @@ class UnitSpec:
     size_bytes: int
     footer_hash: str
     packed: bool = False
+    number: int = 0  # of the unit in its source's manifest
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class WindowSettings:
     """The part of the config that decides a window's content.
 
     Args:
-        columns: the text column of each source.
+        columns: what each source is read from.
         sequence_length, lanes, seed, shuffle: as in the config.
         eos_id: what padding holds.
         token_dtype: ``uint16`` or ``uint32``.
     """
 
-    columns: tuple[str, ...]
+    columns: tuple[Columns, ...]
     sequence_length: int
     lanes: int
     seed: int

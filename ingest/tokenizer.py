@@ -2,7 +2,7 @@
 
 Guarantees: ids are those of the `tokenizers` library for the given ``tokenizer.json``, with truncation, padding and
 templates off and with text that looks like a special token left as text, so that a document cannot forge an end of
-document. One end-of-document id follows every document. A pickled ``Tokenizer`` carries the file's bytes and nothing
+document. One end-of-document id follows every document, and one that begins documents precedes it where it is named. A pickled ``Tokenizer`` carries the file's bytes and nothing
 that a process has built from them; each process builds its encoder at the first use, once.
 
 Two backends give these ids: the library itself, and tiktoken, which is 6 to 8 times faster, where ``bpe`` proves that
@@ -25,33 +25,26 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ingest import bpe
 from ingest.config import TokenizerConfig
-from ingest.errors import ConfigError, DataError
+from ingest.errors import ConfigError
+from ingest.pieces import NO_LABEL_BIT, DocumentError
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 _CHUNK_CHARS = 1 << 20  # one call of the library holds ids, token strings and offsets of all its texts at once
 
 
-class DocumentError(DataError):
-    """One document of a batch cannot be tokenized, or not provably right.
+class SpecialToken(NamedTuple):
+    """A special token: its id, and whether it takes the white space on its sides with it."""
 
-    Args:
-        message: what is wrong and what to do.
-        index: place of the document in the list given to ``Tokenizer.encode``, from 0.
-    """
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
-        self.index = index
-
-    def __reduce__(self) -> tuple[type[DocumentError], tuple[str, int]]:
-        return type(self), (str(self), self.index)  # the default would forget the index
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 class Tokenizer:
@@ -59,6 +52,8 @@ class Tokenizer:
 
     Attributes:
         eos_id: id of the end-of-document token.
+        bos_id: id of the token before every document; None without one.
+        special: the special tokens by their text.
         vocab_size: 1 + the highest id, added tokens included; every id is below it.
         sha256: hash of the file's bytes, in hexadecimal.
         token_dtype: uint16 if ``vocab_size`` is at most 65536, else uint32.
@@ -72,13 +67,13 @@ class Tokenizer:
         self._forget()
         self.sha256 = hashlib.sha256(content).hexdigest()
         vocabulary = self._reference().get_vocab(with_added_tokens=True)
-        self.eos_id = _eos_id(config, content, vocabulary)
-        if self.eos_id in self._reference().encode(config.eos_token, add_special_tokens=False).ids:
-            raise ConfigError(
-                f"tokenizer.eos_token must be a special token of {config.path}; got {config.eos_token!r}, which text "
-                'can contain: set "special": true for it in added_tokens, or name another'
-            )
+        self.special = _special_tokens(content)
+        self.eos_id = self._special_id("eos_token", config.eos_token, vocabulary)
+        bos = config.bos_token
+        self.bos_id = None if bos is None else self._special_id("bos_token", bos, vocabulary)
         self.vocab_size = 1 + max(vocabulary.values())
+        if self.vocab_size > NO_LABEL_BIT:
+            raise ConfigError(f"{config.path}: ids must be below 2^31; got {self.vocab_size - 1}: renumber its tokens")
         self.token_dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 65536 else np.uint32)
         self._fast()
 
@@ -134,45 +129,57 @@ class Tokenizer:
             texts: one string a document; an empty one gives its end-of-document id alone.
 
         Returns:
-            All ids end to end in ``token_dtype``, ``eos_id`` after every document; and the lengths [len(texts)] in
-            int64, ``eos_id`` included.
+            All ids end to end in ``token_dtype``, ``bos_id`` before and ``eos_id`` after every document; and the
+            lengths [len(texts)] in int64, both included.
 
         Raises:
             DocumentError: a text is not a string, or no valid Unicode (it holds a lone surrogate); or the audit found
                 that the fast backend gives other ids than the reference.
         """
-        try:
-            documents = self._encode_documents(texts)
-        except TypeError:
-            raise _first_invalid(texts) from None
-        lengths = np.fromiter((len(ids) + 1 for ids in documents), dtype=np.int64, count=len(documents))
+        documents = self.encode_plain(texts)
+        head = 0 if self.bos_id is None else 1
+        lengths = np.fromiter((head + len(ids) + 1 for ids in documents), dtype=np.int64, count=len(documents))
         flat = np.full(int(lengths.sum()), self.eos_id, dtype=self.token_dtype)
         start = 0
         for ids, length in zip(documents, lengths.tolist(), strict=True):
-            flat[start : start + length - 1] = ids
+            flat[start + head : start + length - 1] = ids
             start += length
+        if head:
+            flat[np.cumsum(lengths) - lengths] = self.bos_id
         return flat, lengths
+
+    def encode_plain(self, texts: list[str]) -> list[TokenArray]:
+        """The ids of each text in an array of its own, with nothing before or after them.
+
+        Raises:
+            DocumentError: as for ``encode``.
+        """
+        try:
+            return self._encode_documents(texts)
+        except TypeError:
+            raise _first_invalid(texts) from None
 
     def bare_loop(self) -> Callable[[list[str]], int]:
         """The library's own call and nothing else, as the ceiling to measure against.
 
         Returns:
-            A function from texts to the number of their tokens, one end-of-document id each included.
+            A function from texts to the number of their tokens, what begins and ends each document included.
         """
+        extra = 1 if self.bos_id is None else 2
         fast = self._fast()
         if fast is not None:
             encode = fast.encoding.encode_to_numpy
-            return lambda texts: sum(len(encode(text, disallowed_special=())) + 1 for text in texts)
+            return lambda texts: sum(len(encode(text, disallowed_special=())) + extra for text in texts)
         encode_batch = self._reference().encode_batch_fast
-        return lambda texts: sum(len(ids) + 1 for ids in encode_batch(texts, add_special_tokens=False))
+        return lambda texts: sum(len(ids) + extra for ids in encode_batch(texts, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int] | TokenArray) -> str:
         """The text of ids, special tokens included."""
         return str(self._reference().decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False))
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_config", "_content", "_refusal", "_proven", "sha256", "eos_id", "vocab_size", "token_dtype")
-        return {name: self.__dict__[name] for name in kept}
+        kept = ("_config", "_content", "_refusal", "_proven", "sha256", "eos_id", "bos_id", "special", "vocab_size")
+        return {name: self.__dict__[name] for name in (*kept, "token_dtype")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -203,10 +210,25 @@ class Tokenizer:
     def _prove(self, fast: bpe.FastEncoder) -> None:
         versions = bpe.versions()
         if self._proven != versions:
-            difference = bpe.find_difference(fast, self._reference(), _special_tokens(self._content))
+            difference = bpe.find_difference(fast, self._reference(), list(self.special))
             if difference:
                 raise bpe.UnmappableError(difference)
             self._proven = versions
+
+    def _special_id(self, setting: str, token: str, vocabulary: dict[str, int]) -> int:
+        """The id of a token that text cannot contain."""
+        path, special = self._config.path, list(self.special)
+        if token not in vocabulary:
+            step = f"set tokenizer.{setting} to one of its special tokens, such as {', '.join(special[:8])}"
+            if not special:
+                step = f"set tokenizer.{setting} to a token that it has; it has no special tokens"
+            raise ConfigError(f"tokenizer.{setting} must be in the vocabulary of {path}; got {token!r}: {step}")
+        if vocabulary[token] in self._reference().encode(token, add_special_tokens=False).ids:
+            raise ConfigError(
+                f"tokenizer.{setting} must be a special token of {path}; got {token!r}, which text can contain: "
+                'set "special": true for it in added_tokens, or name another'
+            )
+        return vocabulary[token]
 
     def _refuse(self, reason: str) -> None:
         if self._config.backend == "tiktoken":
@@ -283,19 +305,12 @@ def build_reference(content: bytes, path: str) -> Any:
     return reference
 
 
-def _eos_id(config: TokenizerConfig, content: bytes, vocabulary: dict[str, int]) -> int:
-    if config.eos_token in vocabulary:
-        return vocabulary[config.eos_token]
-    special = _special_tokens(content)
-    step = f"set tokenizer.eos_token to one of its special tokens, such as {', '.join(special[:8])}"
-    if not special:
-        step = "set tokenizer.eos_token to a token that it has; it has no special tokens"
-    rule = f"tokenizer.eos_token must be in the vocabulary of {config.path}"
-    raise ConfigError(f"{rule}; got {config.eos_token!r}: {step}")
-
-
-def _special_tokens(content: bytes) -> list[str]:
-    return [token["content"] for token in json.loads(content).get("added_tokens", []) if token.get("special")]
+def _special_tokens(content: bytes) -> dict[str, SpecialToken]:
+    added = (token for token in json.loads(content).get("added_tokens", []) if token.get("special"))
+    return {
+        token["content"]: SpecialToken(token["id"], token.get("lstrip", False), token.get("rstrip", False))
+        for token in added
+    }
 
 
 def _chunks(texts: list[str]) -> Iterator[slice]:

@@ -1,0 +1,185 @@
+"""Which columns of a file hold a source's documents, and their rows as one Arrow array.
+
+    kind       columns   array                                      nothing to train on, so skipped
+    text       one       large_string                               null or empty
+    messages   one       list of struct<role, content>              null or empty
+    prompt     two       struct<prompt, response> of large_string   null or empty response
+    tokens     one       list of integers                           null or empty
+
+Guarantees: text is valid UTF-8. Of a message only role and content are read. Cost: nothing is copied but text that is
+not large_string yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ingest.errors import DataError
+
+Kind = Literal["text", "messages", "prompt", "tokens"]
+SETTINGS: dict[Kind, tuple[str, ...]] = {
+    "text": ("text_column",),
+    "messages": ("messages",),
+    "prompt": ("prompt", "response"),
+    "tokens": ("tokens",),
+}
+"""The settings of a source that name the columns of each kind."""
+
+_WANTED: dict[Kind, str] = {
+    "messages": "list<struct<role: string, content: string>>",
+    "prompt": "string",
+    "tokens": "list of integers",
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a source's documents stand.
+
+    Args:
+        kind: how they are stored; see the top.
+        names: of the columns, in the order of ``SETTINGS``.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+
+    def leaves(self, metadata: Any, path: str) -> list[int]:
+        """The indexes of the leaf columns to read; not for text, whose column is found by ``text_column``.
+
+        Args:
+            metadata: ``pyarrow.parquet.FileMetaData`` of the file.
+            path: names the file in the error.
+
+        Raises:
+            DataError: no such column, or of another type.
+        """
+        schema = metadata.schema.to_arrow_schema()
+        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+        found: list[int] = []
+        for name, setting in zip(self.names, SETTINGS[self.kind], strict=True):
+            place = schema.get_field_index(name)  # -1 where there is none or are several
+            if place < 0 or not _FITS[self.kind](schema.types[place]):
+                got = f"{schema.names.count(name)} of {', '.join(schema.names[:20])}" if place < 0 else schema.types[place]
+                rule = f"{path} must have one column {name} of {_WANTED[self.kind]}"
+                raise DataError(f"{rule}; got {got}: set {setting} to another column")
+            mine = [index for index, leaf in enumerate(paths) if leaf == name or leaf.startswith(f"{name}.")]
+            if self.kind == "messages":
+                mine = [index for index in mine if paths[index].rpartition(".")[2] in ("role", "content")]
+            found += mine
+        return found
+
+    def rows(self, batch: pa.RecordBatch, where: str, first_row: int) -> pa.Array:
+        """The documents of a batch, one a row; see the top.
+
+        Raises:
+            DataError: text is not UTF-8; the message begins with ``where`` and the row, counted from ``first_row``.
+        """
+        if self.kind == "prompt":
+            texts = [as_text(batch.column(name), where, first_row) for name in self.names]
+            return pa.StructArray.from_arrays(texts, list(SETTINGS["prompt"]))
+        array = batch.column(0)
+        if self.kind == "messages":
+            try:
+                array.validate(full=True)
+            except pa.ArrowInvalid as error:
+                row = first_row + next((row for row in range(len(array)) if not _decodes(array[row])), 0)
+                raise DataError(f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out") from error
+        return array
+
+
+def as_text(array: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
+    """An array as large_string, checked to be UTF-8, which Parquet readers do not do.
+
+    Raises:
+        DataError: it is not; the message begins with ``where`` and the row, counted from ``first_row``.
+    """
+    try:
+        text = array.cast(pa.large_string())
+        text.validate(full=True)
+    except pa.ArrowInvalid as error:
+        row = first_row + _first_invalid(array)
+        raise DataError(f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out") from error
+    return text
+
+
+def holds_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type can be read as text."""
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    types = pa.types
+    text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+    data = types.is_binary(value) or types.is_large_binary(value) or types.is_binary_view(value)
+    return bool(text or data or types.is_null(value))
+
+
+def sizes(rows: pa.Array) -> npt.NDArray[np.int64]:
+    """int64 [rows], how much each row holds, 0 where there is nothing to train on: bytes of text, or items of a list."""
+    if pa.types.is_struct(rows.type):
+        prompt, response = (_filled(pc.binary_length(rows.field(index))) for index in (0, 1))
+        return np.where(response > 0, prompt + response, 0)
+    return _filled(pc.list_value_length(rows) if _is_list(rows.type) else pc.binary_length(rows))
+
+
+def texts(rows: pa.Array) -> list[str]:
+    """All text in rows of any kind, for comparing tokenizers on the user's own."""
+    if pa.types.is_struct(rows.type):
+        return [text for index in (0, 1) for text in rows.field(index).to_pylist() if text]
+    if not _is_list(rows.type):
+        return [text for text in rows.to_pylist() if text]
+    if not pa.types.is_struct(rows.type.value_type):
+        return []
+    messages = (message for row in rows.to_pylist() for message in row or () if message)
+    return [message["content"] for message in messages if message["content"]]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _filled(lengths: pa.Array) -> npt.NDArray[np.int64]:
+    return np.asarray(pc.fill_null(lengths, 0)).astype(np.int64)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _holds_messages(kind: pa.DataType) -> bool:
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    places = [kind.value_type.get_field_index(name) for name in ("role", "content")]
+    return all(place >= 0 and _is_string(kind.value_type.field(place).type) for place in places)
+
+
+def _holds_tokens(kind: pa.DataType) -> bool:
+    return _is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+
+
+_FITS = {"messages": _holds_messages, "prompt": holds_text, "tokens": _holds_tokens}
+
+
+def _decodes(row: pa.Scalar) -> bool:
+    try:
+        row.as_py()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _first_invalid(array: pa.Array) -> int:
+    for row, value in enumerate(array.cast(pa.large_binary()).to_pylist()):
+        try:
+            (value or b"").decode()
+        except UnicodeDecodeError:
+            return row
+    return 0
