@@ -71,6 +71,10 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
             f"padding may reach {bound:.1%} in a window; its goal is {PADDING_GOAL:.1%}: fewer lanes, or "
             f"shuffle.window_tokens of {rows * config.packing.sequence_length:,} where the data has them"
         )
+    if config.packing.strategy == "best_fit":
+        found.append(
+            "with best_fit rows are padded where no document fits, beyond padding_bound: `ingest stream` measures it"
+        )
     high = config.resources.max_actors * ACTOR_TOKENS_PER_S[_backend(run)]
     if high < rate:
         found.append(

@@ -164,6 +164,7 @@ class Run:
             shuffle=config.shuffle.enabled,
             eos_id=self.tokenizer.eos_id,
             token_dtype=str(self.tokenizer.token_dtype),
+            strategy=config.packing.strategy,
         )
         return Maker(settings, self.tokenizer, self.storage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ingest.packing import Strategy
 from ingest.plan import Cursors
 
 
@@ -38,6 +39,7 @@ class WindowSettings:
         sequence_length, lanes, seed, shuffle: as in the config.
         eos_id: what padding holds.
         token_dtype: ``uint16`` or ``uint32``.
+        strategy: as in the config.
     """
 
     columns: tuple[str, ...]
@@ -47,3 +49,4 @@ class WindowSettings:
     shuffle: bool
     eos_id: int
     token_dtype: str
+    strategy: Strategy = "concat"

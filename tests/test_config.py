@@ -209,7 +209,7 @@ def test_a_broken_rule_is_one_line_with_the_setting_and_the_value(path: str, val
         ("sources.0.path", 3, "^sources.0.path: input should be a valid string; got 3"),
         ("sources.0.weight", "much", "^sources.0.weight: input should be a valid number"),
         ("tokenizer.backend", "fast", "^tokenizer.backend: input should be 'auto', 'tokenizers' or 'tiktoken'"),
-        ("packing.strategy", "best", "^packing.strategy: input should be 'concat'; got 'best'"),
+        ("packing.strategy", "best", "^packing.strategy: input should be 'concat' or 'best_fit'; got 'best'"),
         ("packing", None, "^packing: input should be a dictionary"),
         ("shuffle.window_tokens", "large", "^shuffle.window_tokens: input should be a valid integer"),
         ("resources.tokenize_actors", [1, 2, 3], "^resources.tokenize_actors: tuple should have at most 2 items"),

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ingest.lanes import Lanes, Step, steps
+from ingest.packing import Strategy
 from ingest.plan import Cursors, Plan, PlanSource
 from ingest.position import Position
 from ingest.slab import Slab
@@ -44,11 +45,14 @@ class Tiny:
     num_epochs: int | None = 1
     total_tokens: int | None = None
     weights: tuple[int, ...] | None = None
+    strategy: Strategy = "concat"
 
     @property
     def settings(self) -> WindowSettings:
         columns = ("text",) * len(self.corpus)
-        return WindowSettings(columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16")
+        return WindowSettings(
+            columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16", self.strategy
+        )
 
     @cached_property
     def plan(self) -> Plan:
