@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("ingest")
 
 CORE = (
     *("config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
-    *("readahead", "resume", "retry", "run", "slab", "storage", "tokenizer", "turns", "window"),
+    *("readahead", "resume", "retry", "run", "slab", "storage", "strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
