@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ingest.ranged import Requests, Traffic, ranged
 from ingest.retry import classify, retrying
 from ingest.run import Run
 from ingest.storage import Storage
-from tests.conftest import lines_of, steps_without_ray, texts, write_config, write_corpus
+from tests.conftest import lines_of, read_lines, steps_without_ray, texts, write_config, write_corpus
 from tests.proxy import Proxy
 
 
@@ -240,3 +241,22 @@ def test_requests_to_a_slow_store_are_bounded_in_number_at_a_time(bucket, s3_end
         proxy.reset()
         Run.prepare(IngestConfig.from_yaml(bucket(proxy.endpoint)), rebuild=True)
         assert 3 < proxy.most_at_once <= 32
+
+
+@pytest.mark.s3
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_actors_that_read_from_a_store_that_fails_give_the_same_stream_and_say_how_often(
+    bucket, s3_endpoint, no_ray, started, tmp_path
+):
+    expected = lines_of(steps_without_ray(bucket(s3_endpoint)))
+    with Proxy(s3_endpoint, fail=0.05, seed=2, only=of_objects) as proxy:
+        command = ["-m", "ingest.cli", "stream", bucket(proxy.endpoint), "--json", "--digests", tmp_path / "lines"]
+        done = started(*command, RAY_ADDRESS="local").wait(200)
+        counts = proxy.counts()
+    assert done.code == 0, done.err
+    assert read_lines(tmp_path / "lines") == expected
+    storage = json.loads(done.out)["storage"]
+    assert 0 < storage["retries"] <= counts["failed"]
+    assert 0 < storage["requests"] <= counts["requests"]
+    assert 0 < storage["read_bytes"] <= counts["sent_bytes"]
