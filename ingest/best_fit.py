@@ -45,8 +45,8 @@ def best_fit(lengths_D: IntArray, sequence_length: int, lanes: int) -> Packing:
     Returns:
         A packing of R rows; 0 rows for no documents.
 
-    Example: lengths [3, 9, 2, 1] with T = 4 and 1 lane make four rows: documents 0 and 3, tokens 0 to 3 of document 1,
-    its tokens 4 to 7, and its last token with document 2.
+    Example: lengths [3, 9, 2, 1] with T = 4 and 1 lane make four rows: document 0 with the last token of document 1,
+    tokens 0 to 3 of document 1, its tokens 4 to 7, and documents 2 and 3.
     """
     pieces = _pieces(lengths_D, sequence_length)
     missing = -pieces.num_rows % lanes
