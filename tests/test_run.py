@@ -147,6 +147,7 @@ def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> No
     ("change", "fields"),
     [
         ({"packing__sequence_length": 16}, ["packing.sequence_length"]),
+        ({"packing__strategy": "best_fit"}, ["packing.strategy"]),
         ({"shuffle__seed": 1}, ["shuffle.seed"]),
         ({"shuffle__enabled": False}, ["shuffle.enabled"]),
         ({"shuffle__window_tokens": 61}, ["shuffle.window_tokens"]),
