@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ingest.errors import ConfigError
+from ingest.pieces import NO_LABEL_BIT
 from ingest.position import Position
 from ingest.slab import Rows, TokenArray
 
@@ -67,7 +68,7 @@ class Staged:
         narrow_BX: int16 or int32 [B, T + 1], ids with the bits of the unsigned type they came in.
         lengths_M: int64 [M], segments of all rows, padding included; they sum to B * (T + 1).
         documents_M: int64 [M], the number of each segment within its row, -1 for padding.
-        bits: mask that undoes the sign of an id.
+        bits: mask that undoes the sign of an id; in 32 bits the sign says that a token is no label.
         host: what stays behind.
     """
 
@@ -95,8 +96,9 @@ class Batch:
 
     Args:
         input_ids: int64 [B, T]; at padding whatever the row holds there, which is the eos id.
-        labels: int64 [B, T]; the next token of the same document, -100 at a document's last token and at padding. A
-            document that goes on in the next row has its next token at T - 1 here: a cut costs no label.
+        labels: int64 [B, T]; the next token of the same document, -100 at a document's last token, at padding, and where
+            the next token is masked, as those of prompts are. A document that goes on in the next row has its next
+            token at T - 1 here: a cut costs no label.
         position_ids: int64 [B, T]; offset within the document's piece, 0 at padding.
         document_ids: int64 [B, T]; 0, 1, 2, ... along a row, -1 at padding.
         cu_seqlens: int32 [D + 1]; where segments begin in the B * T flattened positions, then B * T. The padding of a
@@ -156,10 +158,13 @@ class Batch:
         last_BT = segments_BT != segments_BX[:, 1:]
         starts_M = (lengths_M.cumsum(0) - lengths_M) % num_columns
         columns_T = torch.arange(num_columns - 1, device=narrow_BX.device)
+        no_label_BT = last_BT | padding_BT
         bits = staged.bits
+        if bits == NO_LABEL_BIT - 1:  # the sign of 16 bits belongs to the id
+            no_label_BT |= narrow_BX[:, 1:] < 0
         return cls(
             input_ids=narrow_BX[:, :-1].long().bitwise_and_(bits),
-            labels=narrow_BX[:, 1:].long().bitwise_and_(bits).masked_fill_(last_BT | padding_BT, IGNORE_INDEX),
+            labels=narrow_BX[:, 1:].long().bitwise_and_(bits).masked_fill_(no_label_BT, IGNORE_INDEX),
             position_ids=(columns_T - starts_M[segments_BT]).masked_fill_(padding_BT, 0),
             document_ids=documents_BT,
             cu_seqlens=cu_seqlens,
@@ -256,7 +261,7 @@ def _narrow(tokens_BX: TokenArray) -> tuple[Tensor, int]:
     """Ids as signed integers of the same width, and the bits that undo the sign: torch has few unsigned operations."""
     assert tokens_BX.dtype in (np.uint16, np.uint32), f"ids must be uint16 or uint32; got {tokens_BX.dtype}"
     short = tokens_BX.dtype == np.uint16
-    return _tensor(tokens_BX.view(np.int16 if short else np.int32)), 0xFFFF if short else 0xFFFFFFFF
+    return _tensor(tokens_BX.view(np.int16 if short else np.int32)), 0xFFFF if short else NO_LABEL_BIT - 1
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:

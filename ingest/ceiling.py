@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from ingest.columns import texts
 from ingest.parquet import read_documents
 from ingest.run import Run
 from ingest.tokenizer import Tokenizer
@@ -78,12 +79,12 @@ def _read(run: Run) -> tuple[list[list[str]], float]:
             if run.manifest.sources[unit.source].packed:
                 continue
             info = run.manifest.sources[unit.source].unit(unit.number)
-            column = run.config.sources[unit.source].text_column
+            columns = run.config.sources[unit.source].columns
             began = time.perf_counter()
-            arrays = list(read_documents(run.storage, info.path, info.row_group, column))
+            arrays = list(read_documents(run.storage, info.path, info.row_group, columns))
             spent += time.perf_counter() - began
             size += sum(array.nbytes for array in arrays)
-            for text in (text for array in arrays for text in array.to_pylist() if text):
+            for text in (text for array in arrays for text in texts(array)):
                 room -= len(text)
                 batches[-1].append(text)
                 if room <= 0:

@@ -1,13 +1,13 @@
 """Conversations to pieces: rendered with the model's own chat template, and only the answers are labels.
 
 The template is rendered on growing parts of the conversation. Before an answer with what opens it
-(``add_generation_prompt``), and with the answer: the difference is the answer and what the template puts after it. It is
-trained up to the first special token behind the content, the end of the turn; without one, all of it. Each rendering must
-begin with the one before, else tokens could not be told apart, and the template is refused with the turn.
+(``add_generation_prompt``), and with the answer: the difference is the answer and what the template puts after it. It
+is trained up to the first special token behind the content, the end of the turn; without one, all of it. Each rendering
+must begin with the one before, else tokens could not be told apart, and the template is refused with the turn.
 
-Guarantees: special tokens come from the template only. In roles and contents their text is replaced before rendering and
-put back as plain text behind it, so that a document cannot forge a turn. The template runs in jinja2's immutable sandbox,
-without the clock. Pieces end at special tokens and at the borders of answers, as at inference.
+Guarantees: special tokens come from the template only. In roles and contents their text is replaced before rendering
+and put back as plain text behind it, so that a document cannot forge a turn. The template runs in jinja2's immutable
+sandbox, without the clock. Pieces end at special tokens and at the borders of answers, as at inference.
 
 Cost: two renderings an answer, each of the whole conversation so far.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -177,8 +177,8 @@ class Chat:
         if not text.startswith(before):
             rule = f"chat template {self.template.path} must only add text as a conversation grows"
             raise ConfigError(
-                f"{rule}; turn {turn} (counted from 0) changes what was rendered before it: use a template for training "
-                "that keeps earlier turns as they are"
+                f"{rule}; turn {turn}, counted from 0, changes what was rendered before it: "
+                "use a template for training, which keeps earlier turns as they are"
             )
         return text
 
@@ -243,7 +243,8 @@ def conversation(row: Any, index: int) -> list[dict[str, str]]:
 
 def _token(value: Any) -> str | None:
     """A token as a ``tokenizer_config.json`` names it: text, or an object with its content."""
-    return value["content"] if isinstance(value, dict) else value
+    token: str | None = value["content"] if isinstance(value, dict) else value
+    return token
 
 
 def _raise(message: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     stream.add_argument(
         "--ceiling", action="store_true", help="also time a bare loop over the tokenizer on the same files"
     )
+    inspect = command("inspect", _inspect, "Print which documents are in a step: file, row group, row and text.")
+    inspect.add_argument("--step", type=int, metavar="K", help="the step, counted from 1")
+    inspect.add_argument("--state", type=Path, metavar="FILE", help="a position: the step it follows, or a start for K")
     pack = command("pack", _pack, "Run the same stages once and write packed Parquet that sources can name.")
     pack.add_argument("out", metavar="OUT", help="a directory or URI without Parquet files")
     return parser
@@ -165,6 +169,28 @@ def _stream(options: Any) -> None:
     if options.state_out is not None:
         run.storage.write_bytes(str(options.state_out.absolute()), end.to_json().encode())
     _print(options, figures)
+
+
+def _inspect(options: Any) -> None:
+    from ingest.replay import replay_state, replay_step
+    from ingest.run import Run
+
+    _require_positive("--step", options.step)
+    if options.step is None and options.state is None:
+        raise ConfigError("inspect must be told a step; got neither --step nor --state: name one")
+    run = Run.prepare(IngestConfig.from_yaml(options.config), _progress(options))
+    state = run.start() if options.state is None else read_position(options.state)
+    step = state.step if options.step is None else options.step
+    rows = replay_state(run, state) if step == state.step else replay_step(run, step, state)
+    if options.json:
+        print(json.dumps({"step": step, "rows": [asdict(row) for row in rows]}))
+        return
+    print(f"step {step}")
+    for row in rows:
+        print(f"window {row.window} row {row.row} lane {row.lane}" if row.pieces else "padding")
+        for piece in row.pieces:
+            where = f"{piece.file} row group {piece.row_group} row {piece.row}"
+            print(f"  {where} ({piece.source}, epoch {piece.epoch}), {piece.tokens} tokens: {piece.text[:60]!r}")
 
 
 def _pack(options: Any) -> None:

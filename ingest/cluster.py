@@ -122,7 +122,7 @@ def require_memory(run: Run) -> None:
     Raises:
         ResourceError: it does not fit; with the numbers and the window size that would.
     """
-    resources, wire = run.config.resources, run.largest_window_tokens * run.tokenizer.token_dtype.itemsize
+    resources, wire = run.config.resources, run.largest_window_tokens * run.token_dtype.itemsize
     windows = resources.prefetch_windows + 2 + 2 * resources.min_actors
     demands = {
         "memory": resources.min_actors * (6 * wire + INTERPRETER_BYTES),

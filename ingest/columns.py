@@ -66,7 +66,11 @@ class Columns:
         for name, setting in zip(self.names, SETTINGS[self.kind], strict=True):
             place = schema.get_field_index(name)  # -1 where there is none or are several
             if place < 0 or not _FITS[self.kind](schema.types[place]):
-                got = f"{schema.names.count(name)} of {', '.join(schema.names[:20])}" if place < 0 else schema.types[place]
+                got = (
+                    f"{schema.names.count(name)} of {', '.join(schema.names[:20])}"
+                    if place < 0
+                    else schema.types[place]
+                )
                 rule = f"{path} must have one column {name} of {_WANTED[self.kind]}"
                 raise DataError(f"{rule}; got {got}: set {setting} to another column")
             mine = [index for index, leaf in enumerate(paths) if leaf == name or leaf.startswith(f"{name}.")]
@@ -90,7 +94,9 @@ class Columns:
                 array.validate(full=True)
             except pa.ArrowInvalid as error:
                 row = first_row + next((row for row in range(len(array)) if not _decodes(array[row])), 0)
-                raise DataError(f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out") from error
+                raise DataError(
+                    f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out"
+                ) from error
         return array
 
 
@@ -119,7 +125,7 @@ def holds_text(kind: pa.DataType) -> bool:
 
 
 def sizes(rows: pa.Array) -> npt.NDArray[np.int64]:
-    """int64 [rows], how much each row holds, 0 where there is nothing to train on: bytes of text, or items of a list."""
+    """int64 [rows], what each row holds, 0 where there is nothing to train on: bytes of text, or items of a list."""
     if pa.types.is_struct(rows.type):
         prompt, response = (_filled(pc.binary_length(rows.field(index))) for index in (0, 1))
         return np.where(response > 0, prompt + response, 0)
@@ -139,7 +145,7 @@ def texts(rows: pa.Array) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).rstrip(".: ")
 
 
 def _filled(lengths: pa.Array) -> npt.NDArray[np.int64]:

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ingest.columns import SETTINGS, Columns, Kind
 from ingest.errors import ConfigError
 from ingest.fim import FimConfig
+from ingest.packing import Strategy
 
 _STRICT = ConfigDict(extra="forbid", strict=False)
 
@@ -112,6 +113,8 @@ class StorageConfig:
         region: S3 region; None lets the client find out.
         max_attempts: tries of one request, the first included.
         request_timeout_s: seconds without a byte until a request counts as failed.
+        retry_deadline_s: seconds after the first try of a request in which another one may begin.
+        max_requests: requests under way at a time, of each actor and of the process that makes the manifest.
     """
 
     __pydantic_config__ = _STRICT
@@ -120,10 +123,14 @@ class StorageConfig:
     region: str | None = None
     max_attempts: int = 5
     request_timeout_s: float = 30.0
+    retry_deadline_s: float = 120.0
+    max_requests: int = 32
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_attempts <= 100, "storage.max_attempts must be 1 to 100", self.max_attempts, "try 5")
         _require(self.request_timeout_s > 0, "storage.request_timeout_s must be > 0", self.request_timeout_s, "try 30")
+        _require(self.retry_deadline_s >= 0, "storage.retry_deadline_s must be >= 0", self.retry_deadline_s, "try 120")
+        _require(1 <= self.max_requests <= 1024, "storage.max_requests must be 1 to 1024", self.max_requests, "try 32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +141,8 @@ class TokenizerConfig:
         path: a ``tokenizer.json`` of the `tokenizers` library; local or URI.
         eos_token: the token appended to every document; must be in the vocabulary.
         bos_token: a token put before every document.
-        chat_template: a ``.jinja`` file, or a ``tokenizer_config.json`` with that key, for conversations; None looks for
-            a ``tokenizer_config.json`` beside ``path``.
+        chat_template: a ``.jinja`` file, or a ``tokenizer_config.json`` with that key, for conversations; None looks
+            for a ``tokenizer_config.json`` beside ``path``.
         backend: ``tokenizers`` is the reference; ``tiktoken`` is faster and used only where proven identical; ``auto``
             takes tiktoken if it is installed and proven identical, and says so.
     """
@@ -155,13 +162,14 @@ class PackingConfig:
 
     Args:
         sequence_length: T, tokens a row.
-        strategy: ``concat`` lays documents end to end and cuts at T; every token is an input exactly once.
+        strategy: ``concat`` lays documents end to end and cuts at T; ``best_fit`` keeps documents of at most T tokens
+            whole and pads what they leave. With both, every token is an input exactly once.
     """
 
     __pydantic_config__ = _STRICT
 
     sequence_length: int = 2048
-    strategy: Literal["concat"] = "concat"
+    strategy: Strategy = "concat"
 
     def __post_init__(self) -> None:
         rule = "packing.sequence_length must be 2 to 16777216 tokens"
@@ -396,5 +404,6 @@ def _first_problem(error: ValidationError) -> str:
 
 
 _OWNERS: tuple[type, ...] = (
-    IngestConfig, SourceConfig, FimConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig, ResourcesConfig,
+    IngestConfig, SourceConfig, FimConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig,
+    ResourcesConfig,
 )  # fmt: skip

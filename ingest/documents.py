@@ -1,7 +1,7 @@
-"""The text of a window's units to tokenized documents, with the next units' bytes on their way meanwhile.
+"""The rows of a window's units to tokenized documents, with the next units' bytes on their way meanwhile.
 
-Memory: the tokens, and the arrays that ``UNITS_AHEAD`` and ``ARRAYS_AHEAD`` allow. Rows without text (null or empty)
-are skipped and counted.
+Memory: the tokens, and the arrays that ``UNITS_AHEAD`` and ``ARRAYS_AHEAD`` allow. Rows without text (null or empty) or
+without tokens, and those that an encoder drops, are skipped and counted.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from ingest.columns import Columns, sizes
 from ingest.errors import DataError
 from ingest.metrics import Stopwatch
+from ingest.pieces import DocumentError
 from ingest.readahead import ReadAhead
 from ingest.slab import IntArray, TokenArray
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
-from ingest.tokenizer import DocumentError
 
 UNITS_AHEAD = 4  # row groups fetched at once, the one being tokenized included
 ARRAYS_AHEAD = 2  # of at most 256 documents, ready of each
 ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, little enough to stay in cache
 
-Encode = Callable[[list[str]], tuple[TokenArray, IntArray]]
-Read = Callable[[UnitSpec, str], Iterator[pa.Array]]
+Encode = Callable[[pa.Array, UnitSpec, IntArray], tuple[TokenArray, IntArray]]
+"""Rows that hold something, their unit and their numbers in it, to all tokens and those of each; 0 drops a row."""
+Read = Callable[[UnitSpec, Columns], Iterator[pa.Array]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,34 +92,54 @@ def tokenize(
     skipped = 0
     for index, arrays in units_texts:
         unit, first_row = spec.units[index], 0
-        for texts in arrays:
+        for array in arrays:
             watch.lap("read")
-            usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
-            skipped += len(texts) - len(usable)
-            for some in _chunks(texts, usable):
-                flat, counts = _encode(encode, texts.take(pa.array(some)).to_pylist(), unit, some + first_row)
+            skipped += len(array)
+            for flat, counts, numbers in encode_rows(array, unit, first_row, encode):
                 tokens.append(flat)
                 lengths.append(counts)
-                units.append(np.full(len(some), index, np.int64))
-                rows.append(some + first_row)
-            first_row += len(texts)
+                units.append(np.full(len(counts), index, np.int64))
+                rows.append(numbers)
+                skipped -= len(counts)
+            first_row += len(array)
             watch.lap("tokenize")
     return Documents(
         np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
     )
 
 
-def _encode(encode: Encode, texts: list[str], unit: UnitSpec, rows: IntArray) -> tuple[TokenArray, IntArray]:
-    try:
-        return encode(texts)
-    except DocumentError as error:
-        where = f"{unit.path} row group {unit.row_group} row {rows[error.index]}"
-        raise DataError(f"{where}: {error}") from None
+def encode_rows(
+    array: pa.Array, unit: UnitSpec, first_row: int, encode: Encode
+) -> Iterator[tuple[TokenArray, IntArray, IntArray]]:
+    """Encodes the rows of an array that hold something, about ``ENCODE_BYTES`` of text at once.
+
+    Args:
+        array: rows of ``unit``.
+        unit: where they come from.
+        first_row: number of the first one in its row group.
+        encode: of the unit's source.
+
+    Yields:
+        Tokens, their number for each row, the rows' numbers; rows that were dropped are left out.
+
+    Raises:
+        DataError: a document is refused; the message names file, row group and row.
+    """
+    for some in _chunks(sizes(array)):
+        numbers = some + first_row
+        try:
+            flat, counts = encode(array.take(pa.array(some)), unit, numbers)
+        except DocumentError as error:
+            where = f"{unit.path} row group {unit.row_group} row {numbers[error.index]}"
+            raise DataError(f"{where}: {error}") from None
+        kept = counts > 0
+        yield (flat, counts, numbers) if kept.all() else (flat, counts[kept], numbers[kept])
 
 
-def _chunks(texts: pa.Array, usable: IntArray) -> Iterator[IntArray]:
+def _chunks(size_R: IntArray) -> Iterator[IntArray]:
     """Runs of usable rows of about ``ENCODE_BYTES`` of text."""
+    usable = np.flatnonzero(size_R)
     if len(usable):
-        sizes = np.asarray(pc.fill_null(pc.binary_length(texts), 0))[usable]
-        cuts = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // ENCODE_BYTES)) + 1
+        some = size_R[usable]
+        cuts = np.flatnonzero(np.diff((np.cumsum(some) - some) // ENCODE_BYTES)) + 1
         yield from np.split(usable, cuts)

@@ -170,6 +170,7 @@ def _figures(run: Run, loaders: list[Loader], start: Position, end: Position, cp
             "actors": timing.cpu_s_per_million_tokens,
             "this_process": cpu_s / tokens * 1e6 if tokens else 0.0,
         },
+        "storage": timing.traffic,
         "padding_share": 1 - tokens / slots if slots else 0.0,
         "documents": end.counts.documents - start.counts.documents,
         "documents_cut": end.counts.documents_cut - start.counts.documents_cut,

@@ -74,8 +74,8 @@ def _row_sums(values_L: npt.NDArray[Any], counts_R: IntArray) -> IntArray:
 def take(packed: PackedRows, settings: WindowSettings, source: int, first_document: int) -> Filled:
     """Rows that were packed before, where they lie.
 
-    A row whose pieces hold more tokens than it has inputs looks ahead with its last piece. Only the first piece of a
-    row goes on from another row, so if any document begins in it, the last one does.
+    A row whose pieces hold more tokens than it has inputs looks ahead with its last piece. In such a row only the first
+    piece can go on from another row, so if any document begins in it, the last one does.
     """
     tokens_RK = np.zeros((len(packed.rows), len(settings.columns)), np.int64)
     tokens_RK[:, source] = packed.input_tokens_B

@@ -88,7 +88,8 @@ class Fim:
 
         Args:
             texts: the documents.
-            epoch, unit: of the source, the unit by its number in the manifest.
+            epoch: of the source.
+            unit: number in the source's manifest.
             rows: int64 [texts], ascending rows in the unit.
         """
         words_D4 = document_words(self.seed, self.source, epoch, unit, rows).tolist()

@@ -49,7 +49,7 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
         "padding_bound": bound,
         "lanes": lanes,
         "world_sizes": " ".join(str(size) for size in range(1, lanes + 1) if lanes % size == 0),
-        "actor_memory_bytes": int(2 * largest * 3 * run.tokenizer.token_dtype.itemsize),
+        "actor_memory_bytes": int(2 * largest * 3 * run.token_dtype.itemsize),
         "demanded_tokens_per_s": rate,
         "demanded_bytes_per_s": rate * text_bytes / one_pass,
         "demanded_actors": math.ceil(rate / ACTOR_TOKENS_PER_S[backend]),
@@ -70,6 +70,10 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
         found.append(
             f"padding may reach {bound:.1%} in a window; its goal is {PADDING_GOAL:.1%}: fewer lanes, or "
             f"shuffle.window_tokens of {rows * config.packing.sequence_length:,} where the data has them"
+        )
+    if config.packing.strategy == "best_fit":
+        found.append(
+            "with best_fit rows are padded where no document fits, beyond padding_bound: `ingest stream` measures it"
         )
     high = config.resources.max_actors * ACTOR_TOKENS_PER_S[_backend(run)]
     if high < rate:

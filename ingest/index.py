@@ -18,11 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ingest.columns import Columns
 from ingest.config import SourceConfig
+from ingest.documents import Encode as EncodeRows
+from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
 from ingest.packed import PackedFormat, packed_format, tokens_column
-from ingest.parquet import read_documents, read_footer, text_column
+from ingest.parquet import find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
+from ingest.spec import UnitSpec
 from ingest.storage import FileInfo, Storage
 
 Encode = Callable[[list[str]], tuple[npt.NDArray[Any], npt.NDArray[Any]]]
@@ -68,25 +72,32 @@ class _Indexed(NamedTuple):
 
 
 def index_source(
-    source: SourceConfig, files: list[FileInfo], storage: Storage, encode: Encode, pool: Executor, ticker: Ticker
+    source: SourceConfig,
+    files: list[FileInfo],
+    storage: Storage,
+    encode: Encode,
+    pool: Executor,
+    ticker: Ticker,
+    encode_rows: EncodeRows | None = None,
 ) -> SourceManifest:
     """Indexes one source.
 
     Args:
-        source: name and text column.
+        source: name and columns.
         files: in the order of the manifest.
         storage: opens them.
         encode: texts to (flat token ids, tokens of each text).
         pool: runs the reads; its threads bound the requests at a time.
         ticker: counts files.
+        encode_rows: the source's own encoder; None where it is ``encode`` on plain text.
 
     Raises:
         DataError: a file is not Parquet, damaged, or has no such text column; there are no rows; or some files are
             packed and others are text, or packed in another way.
         StorageError: a file cannot be read.
     """
-    column = source.text_column
-    indexed = list(ticker.count(pool.map(lambda file: _index(storage, file, column), files)))
+    columns = source.columns
+    indexed = list(ticker.count(pool.map(lambda file: _index(storage, file, columns), files)))
     packed = _one_format(source.name, indexed)
     full = [item for item in indexed if item.rows]
     if not full:
@@ -94,8 +105,12 @@ def index_source(
     spread = (
         full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
     )
-    samples = [] if packed else list(pool.map(lambda item: _sample(storage, item, column), spread))
-    tokens_per_mib = 0 if packed else _tokens_per_mib(samples, encode)
+    tokens_per_mib: int | None = 0
+    if packed is None and encode_rows is not None:
+        tokens_per_mib = _ratio(pool.map(lambda item: _sample_rows(storage, item, columns, encode_rows), spread))
+    elif packed is None:
+        samples = list(pool.map(lambda item: _sample(storage, item, columns), spread))
+        tokens_per_mib = _tokens_per_mib(samples, encode)
     warnings = []
     if len(full) < len(files):
         warnings.append(f"{len(files) - len(full)} of {len(files)} files hold no rows")
@@ -114,10 +129,12 @@ def index_source(
     )
 
 
-def _index(storage: Storage, file: FileInfo, column: str) -> _Indexed:
+def _index(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     footer = read_footer(storage, file.path)
     packed = packed_format(footer.metadata, file.path)
-    index = text_column(footer.metadata, column, file.path) if packed is None else tokens_column(footer.metadata)
+    leaves = (
+        [tokens_column(footer.metadata)] if packed is not None else find_columns(footer.metadata, columns, file.path)
+    )
     entry = FileEntry(file.path, footer.size_bytes, footer.hash, file.version)
     groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
     full = [(number, group) for number, group in groups if group.num_rows]
@@ -125,7 +142,7 @@ def _index(storage: Storage, file: FileInfo, column: str) -> _Indexed:
         entry,
         [number for number, _ in full],
         [group.num_rows for _, group in full],
-        [group.column(index).total_uncompressed_size for _, group in full],
+        [sum(group.column(index).total_uncompressed_size for index in leaves) for _, group in full],
         packed,
     )
 
@@ -146,7 +163,7 @@ def _kind(packed: PackedFormat | None) -> str:
     return "text" if packed is None else f"packed rows ({json.dumps(packed.to_plain())})"
 
 
-def _sample(storage: Storage, item: _Indexed, column: str) -> list[str]:
+def _sample(storage: Storage, item: _Indexed, columns: Columns) -> list[str]:
     """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
     texts: list[str] = []
     left = _SAMPLE_BYTES
@@ -154,7 +171,7 @@ def _sample(storage: Storage, item: _Indexed, column: str) -> list[str]:
         storage,
         item.entry.path,
         item.row_groups[0],
-        column,
+        columns,
         item.entry.content,
         batch_rows=16,
         request_bytes=_SAMPLE_REQUEST_BYTES,
@@ -176,3 +193,31 @@ def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:
         return None
     num_tokens = sum(len(encode(texts)[0]) for texts in samples if texts)
     return max(1, ((num_tokens << 20) + num_bytes // 2) // num_bytes)
+
+
+def _sample_rows(storage: Storage, item: _Indexed, columns: Columns, encode_rows: EncodeRows) -> tuple[int, int]:
+    """Tokens of a file's first row group with rows, as its first documents promise, and its bytes."""
+    group, (size_bytes, footer_hash) = item.row_groups[0], item.entry.content
+    unit = UnitSpec(0, 0, item.entry.path, group, size_bytes, footer_hash)
+    arrays = read_documents(
+        storage,
+        item.entry.path,
+        group,
+        columns,
+        item.entry.content,
+        batch_rows=16,
+        request_bytes=_SAMPLE_REQUEST_BYTES,
+    )
+    rows = tokens = size = 0
+    for array in arrays:
+        tokens += sum(int(counts.sum()) for _, counts, _ in encoded(array, unit, rows, encode_rows))
+        rows, size = rows + len(array), size + array.nbytes
+        if size >= _SAMPLE_BYTES or rows >= _SAMPLE_DOCUMENTS:
+            break
+    return tokens * item.rows[0] // rows, item.text_bytes[0]
+
+
+def _ratio(samples: Iterable[tuple[int, int]]) -> int | None:
+    """Tokens in a MiB of sampled row groups, rounded, at least 1; None where there are no tokens."""
+    tokens, size = (sum(values) for values in zip(*samples, strict=True))
+    return max(1, ((tokens << 20) + size // 2) // max(1, size)) if tokens else None

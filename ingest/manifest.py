@@ -16,6 +16,7 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ import numpy as np
 import xxhash
 
 from ingest.config import IngestConfig
+from ingest.encoding import SourceEncoder
 from ingest.errors import DataError, StorageError
 from ingest.index import Encode, Progress, Ticker, index_source
 from ingest.packed import PackedFormat
@@ -32,6 +34,8 @@ from ingest.source import FileEntry, SourceManifest, UnitInfo
 from ingest.storage import FileInfo, Storage
 
 __all__ = ["FileEntry", "Manifest", "SourceManifest", "UnitInfo", "build_manifest", "find_manifest", "load_manifest"]
+
+Encoders = Mapping[str, SourceEncoder]
 
 _VERSION = 2
 _THREADS = 32
@@ -96,7 +100,12 @@ class Manifest:
 
 
 def build_manifest(
-    config: IngestConfig, storage: Storage, encode: Encode, progress: Progress | None = None
+    config: IngestConfig,
+    storage: Storage,
+    encode: Encode,
+    progress: Progress | None = None,
+    *,
+    encoders: Encoders | None = None,
 ) -> Manifest:
     """Lists the sources' files and reads every footer.
 
@@ -105,13 +114,14 @@ def build_manifest(
         storage: where the files lie.
         encode: texts to (flat token ids, tokens of each text); used on a sample.
         progress: takes lines such as ``indexed 1200 of 3000 files``, about every 2 s and once at the end.
+        encoders: those of sources whose documents are no plain text, by name; used on a sample of their rows.
 
     Raises:
-        DataError: a file is not Parquet, damaged, or has no such text column; a source holds no rows, or text beside
+        DataError: a file is not Parquet, damaged, or has no such column; a source holds no rows, or text beside
             packed rows.
         StorageError: a path has no files, or they cannot be read.
     """
-    return _build(config, storage, encode, progress or _say_nothing, _find_files(config, storage))
+    return _build(config, storage, encode, progress or _say_nothing, _find_files(config, storage), encoders or {})
 
 
 def load_manifest(
@@ -122,6 +132,7 @@ def load_manifest(
     *,
     rebuild: bool = False,
     tokenizer: str = "",
+    encoders: Encoders | None = None,
 ) -> Manifest:
     """The stored manifest where there is one, else a new one, stored for the next time.
 
@@ -137,25 +148,26 @@ def load_manifest(
         progress: as for ``build_manifest``.
         rebuild: makes and stores a new one in any case.
         tokenizer: identity of the tokenizer, on which the estimates in the fingerprint depend.
+        encoders: as for ``build_manifest``.
 
     Raises:
         DataError: as for ``build_manifest``; or the manifest at ``config.manifest`` is damaged or has other sources.
         StorageError: as for ``build_manifest``; or ``config.manifest`` cannot be read or written.
     """
-    say = progress or _say_nothing
+    say, encoders = progress or _say_nothing, encoders or {}
     if config.manifest is not None:
         if not rebuild and storage.info(config.manifest) is not None:
             return _stored(config, storage, config.manifest)
-        manifest = _build(config, storage, encode, say, _find_files(config, storage))
+        manifest = _build(config, storage, encode, say, _find_files(config, storage), encoders)
         storage.write_bytes(config.manifest, manifest.to_bytes())
         return manifest
     listing = _find_files(config, storage)
-    key = _cache_key(config, listing, encode, tokenizer)
+    key = _cache_key(config, listing, encode, tokenizer, encoders)
     if key is not None and not rebuild:
         cached = _cached("by-files", key)
         if cached is not None:
             return cached
-    manifest = _build(config, storage, encode, say, listing)
+    manifest = _build(config, storage, encode, say, listing, encoders)
     if key is not None:
         _cache("by-files", key, manifest, say)
     return manifest
@@ -207,12 +219,25 @@ def _find_files(config: IngestConfig, storage: Storage) -> list[list[FileInfo]]:
 
 
 def _build(
-    config: IngestConfig, storage: Storage, encode: Encode, say: Progress, listing: list[list[FileInfo]]
+    config: IngestConfig,
+    storage: Storage,
+    encode: Encode,
+    say: Progress,
+    listing: list[list[FileInfo]],
+    encoders: Encoders,
 ) -> Manifest:
     ticker = Ticker(say, sum(map(len, listing)))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ingest-index") as pool:
         sources = [
-            index_source(source, files, storage, encode, pool, ticker)
+            index_source(
+                source,
+                files,
+                storage,
+                encode,
+                pool,
+                ticker,
+                encoders[source.name].encode if source.name in encoders else None,
+            )
             for source, files in zip(config.sources, listing, strict=True)
         ]
     ticker.end()
@@ -234,15 +259,18 @@ def _stored(config: IngestConfig, storage: Storage, path: str) -> Manifest:
     return manifest
 
 
-def _cache_key(config: IngestConfig, listing: list[list[FileInfo]], encode: Encode, tokenizer: str) -> str | None:
+def _cache_key(
+    config: IngestConfig, listing: list[list[FileInfo]], encode: Encode, tokenizer: str, encoders: Encoders
+) -> str | None:
     """32 hex digits over all that a cached manifest depends on; None where a store tells no version to rely on."""
     if any(not file.version for files in listing for file in files):
         return None
     ids, lengths = encode(_PROBE)
     probe = [np.asarray(ids).tolist(), np.asarray(lengths).tolist()]
+    read = [encoders[each.name].identity if each.name in encoders else each.text_column for each in config.sources]
     sources = [
-        [source.name, source.text_column, [[file.path, file.size_bytes, file.version] for file in files]]
-        for source, files in zip(config.sources, listing, strict=True)
+        [source.name, columns, [[file.path, file.size_bytes, file.version] for file in files]]
+        for source, columns, files in zip(config.sources, read, listing, strict=True)
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, tokenizer, probe, sources]).encode())
 

@@ -77,14 +77,14 @@ def pack(
     row_of_lanes = lanes * form.sequence_length
     group_rows = lanes * max(1, round(group_tokens / row_of_lanes))
     writer = _Writer(form, storage, out, group_rows, max(1, round(file_tokens / (group_rows * form.sequence_length))))
-    counts, digest, began, due_s = (0, 0), "", 0.0, 0.0
+    counts, cut, digest, began, due_s = (0, 0), 0, "", 0.0, 0.0
     for step in steps:
         assert len(step.rows) == 1, "a step of packing_run is one row"
         now = time.perf_counter()
         began = began or now
         position = step.position
         before, counts = counts, (position.tokens, position.counts.documents)
-        digest = position.digest
+        cut, digest = position.counts.documents_cut, position.digest
         if step.rows.counts_B[0]:
             writer.add(step.rows, counts[0] - before[0], counts[1] - before[1])
         if now - began >= due_s:
@@ -98,6 +98,7 @@ def pack(
         "rows": writer.rows,
         "tokens": counts[0],
         "documents": counts[1],
+        "documents_cut": cut,
         "bytes": writer.bytes,
         "tokens_per_s": counts[0] / (time.perf_counter() - began),
         "padding_share": 1 - counts[0] / (writer.rows * form.sequence_length),

@@ -34,7 +34,6 @@ import xxhash
 
 from ingest.errors import ConfigError, DataError
 from ingest.parquet import decoding, verified
-from ingest.retry import retrying
 from ingest.slab import IntArray, Rows
 from ingest.storage import Storage
 
@@ -195,7 +194,7 @@ def tokens_column(metadata: Any) -> int:
 def read_packed(
     storage: Storage, path: str, row_group: int, form: tuple[int, str], expect: tuple[int, str] | None = None
 ) -> PackedRows:
-    """Reads the rows of one row group; a transient error repeats.
+    """Reads the rows of one row group.
 
     Args:
         storage: opens the file.
@@ -208,18 +207,7 @@ def read_packed(
         DataError: the file changed, is damaged, or a row breaks a rule.
         StorageError: the file cannot be opened or read.
     """
-
-    def read() -> PackedRows:
-        with decoding(path, row_group):
-            return _read(storage, path, row_group, form, expect)
-
-    return retrying(read, f"read row group {row_group} of {path}", storage.config)
-
-
-def _read(
-    storage: Storage, path: str, row_group: int, form: tuple[int, str], expect: tuple[int, str] | None
-) -> PackedRows:
-    with storage.open(path) as file:
+    with storage.open(path) as file, decoding(path, row_group):
         metadata = verified(file, path, expect).metadata
         hashes = _hashes(metadata)
         if not 0 <= row_group < min(metadata.num_row_groups, len(hashes)):

@@ -15,11 +15,13 @@ Cost: about 40 ns a piece, vectorised.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+Strategy = Literal["concat", "best_fit"]  # this module's, and that of best_fit.py
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ Rejected: ``pyarrow.dataset``, which reads ahead over row groups and files and h
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ import xxhash
 
 from ingest.columns import Columns, as_text, holds_text
 from ingest.errors import DataError
-from ingest.retry import classify, from_store, one_line, retrying
+from ingest.retry import one_line
 from ingest.storage import Storage
 
 _TAIL_BYTES = 64 << 10
@@ -83,12 +82,8 @@ def read_footer(storage: Storage, path: str) -> Footer:
         DataError: not a Parquet file, truncated, damaged or encrypted.
         StorageError: the file cannot be opened or read.
     """
-
-    def read() -> Footer:
-        with storage.open(path) as file:
-            return _footer(file, path)
-
-    return retrying(read, f"read the footer of {path}", storage.config)
+    with storage.open(path) as file:
+        return _footer(file, path)
 
 
 def text_column(metadata: Any, column: str, path: str) -> int:
@@ -137,7 +132,7 @@ def read_documents(
     batch_rows: int = 256,
     request_bytes: int | None = None,
 ) -> Iterator[pa.Array]:
-    """Yields the documents of one row group in order; a null stays null. A transient error repeats and loses no row.
+    """Yields the documents of one row group in order; a null stays null.
 
     The footer is read and compared when a file is met first; while it is among the last 32, only its size is compared.
 
@@ -155,36 +150,7 @@ def read_documents(
         DataError: the file changed, is damaged, or a document is not UTF-8.
         StorageError: the file cannot be opened or read.
     """
-    rows = 0
-    batches: Iterator[pa.Array] | None = None
-
-    def advance() -> pa.Array | None:
-        nonlocal batches
-        try:
-            with decoding(path, row_group):
-                if batches is None:
-                    batches = _batches(storage, path, row_group, columns, expect, batch_rows, request_bytes)
-                    _skip(batches, rows)
-                return next(batches, None)
-        except OSError:
-            batches = None  # a repeated try opens the file again
-            raise
-
-    while (array := retrying(advance, f"read row group {row_group} of {path}", storage.config)) is not None:
-        yield array
-        rows += len(array)
-
-
-def _batches(
-    storage: Storage,
-    path: str,
-    row_group: int,
-    columns: Columns | str,
-    expect: tuple[int, str] | None,
-    batch_rows: int,
-    request_bytes: int | None,
-) -> Iterator[pa.Array]:
-    with storage.open(path) as file:
+    with storage.open(path) as file, decoding(path, row_group):
         metadata = verified(file, path, expect).metadata
         if not 0 <= row_group < metadata.num_row_groups:
             raise DataError(
@@ -207,11 +173,6 @@ def _batches(
         for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=names, use_threads=False):
             yield _rows(batch, columns, f"{path}: row group {row_group}", first)
             first += batch.num_rows
-
-
-def _skip(batches: Iterator[pa.Array], rows: int) -> None:
-    while rows > 0:
-        rows -= len(next(batches))
 
 
 def verified(file: Any, path: str, expect: tuple[int, str] | None) -> Footer:
@@ -266,10 +227,7 @@ def _footer(file: Any, path: str) -> Footer:
 
 
 def _read_at(file: Any, offset: int, length: int) -> bytes:
-    file.seek(offset)
-    data: bytes = file.read(length)
-    if len(data) != length:
-        raise OSError(errno.EIO, f"only got {len(data)} of {length} bytes at {offset}")
+    data: bytes = file.read_at(length, offset)
     return data
 
 
@@ -294,23 +252,16 @@ def _rows(batch: pa.RecordBatch, columns: Columns | str, where: str, first_row: 
 
 @contextlib.contextmanager
 def decoding(path: str, row_group: int) -> Iterator[None]:
-    """Tells a file that cannot be decoded from one that cannot be reached just now.
+    """Names the file and the row group where pyarrow refuses the content; the store's own errors pass as they are.
 
     Raises:
-        DataError: pyarrow refused the content; the message names the file and the row group.
-        OSError: of the filesystem, as it came, to be classified by ``retrying``.
+        DataError: the content cannot be decoded.
     """
     try:
         yield
-    except OSError as error:
-        if classify(error) == "transient" or from_store(error):
-            raise
-        raise _damaged(path, row_group, error) from error
     except pa.ArrowMemoryError:
         raise
-    except pa.ArrowException as error:
-        raise _damaged(path, row_group, error) from error
-
-
-def _damaged(path: str, row_group: int, error: Exception) -> DataError:
-    return DataError(f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file"
+        ) from error

@@ -1,7 +1,7 @@
 """Documents as pieces of text and special tokens, and their tokens, with those that are no label marked.
 
-A token that is no label carries bit 31 of its uint32 from here to the batch, which takes it off: so a loss mask travels,
-is hashed, packed and shuffled with its token, and needs no array of its own. Ids are below 2^31.
+A token that is no label carries bit 31 of its uint32 from here to the batch, which takes it off: so a loss mask
+travels, is hashed, packed and shuffled with its token, and needs no array of its own. Ids are below 2^31.
 """
 
 from __future__ import annotations

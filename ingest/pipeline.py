@@ -21,7 +21,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -80,20 +80,24 @@ class _Actor:
         self._world_size = world_size
         self._turns = Turns()
         self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
-        self._cpu_s = time.process_time()
+        self._before = self._meters()
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for pickled in block["spec"].to_pylist():
             spec: WindowSpec = pickle.loads(pickled)  # noqa: S301 - made by _read_task
-            window, spent_s = self._make(spec)
+            window, spent = self._make(spec)
             for slab in window.slabs(self._world_size):
-                yield replace(slab, spent_s=spent_s).to_table()
+                yield replace(slab, spent=spent).to_table()
 
     def _make(self, spec: WindowSpec) -> tuple[Window, dict[str, float]]:
         watch = Stopwatch()
         window = self._maker(spec, lambda make: self._turns.submit(spec.cursors.window, make).result(), watch)
-        before, self._cpu_s = self._cpu_s, time.process_time()
-        return window, {**watch.seconds, "cpu": self._cpu_s - before}
+        before, self._before = self._before, self._meters()
+        return window, {**watch.seconds, **{name: now - before[name] for name, now in self._before.items()}}
+
+    def _meters(self) -> dict[str, float]:
+        """What this process spent so far."""
+        return {"cpu": time.process_time(), **asdict(self._maker.storage.traffic)}
 
 
 @ray.remote(num_cpus=0, max_restarts=0)

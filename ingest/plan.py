@@ -26,7 +26,12 @@ import xxhash
 
 PLAN_VERSION = 1  # in the fingerprint; raise it with any change of order, and say so in CHANGELOG.md
 
-_UNITS, _DOCUMENTS, _ROWS, _TRANSFORMS = 1, 2, 3, 4  # streams of random numbers, so that no two permutations share their keys
+_UNITS, _DOCUMENTS, _ROWS, _TRANSFORMS = (
+    1,
+    2,
+    3,
+    4,
+)  # streams of random numbers, so that no two permutations share their keys
 
 
 def permutation(count: int, seed: int, stream: int, *key: int) -> npt.NDArray[np.int64]:
@@ -145,12 +150,11 @@ class PlanSource:
 def auto_window_tokens(total_tokens: int, sequence_length: int, lanes: int) -> int:
     """The default target size of a window, from the data and the settings alone.
 
-    Large corpora get 8 million tokens, or 200 rows a lane where that is more (padding stays below half a percent);
-    small ones a sixteenth of the data, so that several actors have work and the first batch comes early; never less
-    than 64 rows a lane.
+    Large corpora get 8 million tokens; small ones a sixteenth of the data, so that several actors have work and the
+    first batch comes early. It is never less than 200 rows a lane, so that what rounding up to the lanes pads stays
+    below half a percent.
     """
-    row_of_lanes = sequence_length * lanes
-    return max(64 * row_of_lanes, min(max(8_000_000, 200 * row_of_lanes), total_tokens // 16))
+    return max(200 * sequence_length * lanes, min(8_000_000, total_tokens // 16))
 
 
 class Plan:

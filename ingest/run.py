@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from ingest.columns import Columns
+from ingest.columns import texts as texts_of
 from ingest.config import IngestConfig
-from ingest.errors import ResumeError
+from ingest.encoding import Encoded, Encoder, IntArray, SourceEncoder, source_encoders
+from ingest.errors import ConfigError, ResumeError
 from ingest.manifest import Manifest, find_manifest, load_manifest
 from ingest.metrics import Stopwatch
 from ingest.packed import PackedFormat, PackedRows, read_packed
@@ -34,6 +39,7 @@ class Maker:
     settings: WindowSettings
     tokenizer: Tokenizer
     storage: Storage
+    encoders: tuple[Encoder, ...]
 
     def __call__(self, spec: WindowSpec, turn: Turn = lambda make: make(), watch: Stopwatch | None = None) -> Window:
         """Makes one window; see ``make_window``.
@@ -41,11 +47,14 @@ class Maker:
         Raises:
             DataError, StorageError: with the file named.
         """
-        return make_window(spec, self.settings, self.tokenizer.encode, self._read, self._read_packed, turn, watch)
+        return make_window(spec, self.settings, self._encode, self._read, self._read_packed, turn, watch)
 
-    def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
+    def _encode(self, rows: Any, unit: UnitSpec, numbers: IntArray) -> Encoded:
+        return self.encoders[unit.source](rows, unit, numbers)
+
+    def _read(self, unit: UnitSpec, columns: Columns) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)
-        return read_documents(self.storage, unit.path, unit.row_group, column, expect)
+        return read_documents(self.storage, unit.path, unit.row_group, columns, expect)
 
     def _read_packed(self, unit: UnitSpec) -> PackedRows:
         form, expect = (self.settings.sequence_length, self.settings.token_dtype), (unit.size_bytes, unit.footer_hash)
@@ -59,6 +68,7 @@ class Run:
     config: IngestConfig
     storage: Storage
     tokenizer: Tokenizer
+    encoders: tuple[SourceEncoder, ...]
     manifest: Manifest
 
     @classmethod
@@ -78,13 +88,18 @@ class Run:
         """
         storage = Storage(config.storage)
         tokenizer = Tokenizer.load(config.tokenizer, storage.read_bytes)
+        encoders = source_encoders(config, tokenizer, storage)
+        own = {source.name: each for source, each in zip(config.sources, encoders, strict=True) if not each.plain}
         manifest = load_manifest(
-            config, storage, tokenizer.encode, progress, rebuild=rebuild, tokenizer=tokenizer.sha256
+            config, storage, tokenizer.encode, progress, rebuild=rebuild, tokenizer=tokenizer.identity, encoders=own
         )
-        run = cls(config, storage, tokenizer, manifest)
+        run = cls(config, storage, tokenizer, encoders, manifest)
         for source in manifest.sources:
             if source.packed is not None:
                 source.packed.require(run.packed_format, source.files[0].path)
+                if source.name in own:
+                    rule = f"source {source.name}: packed files must be read as they are"
+                    raise ConfigError(f"{rule}; got {', '.join(own[source.name].identity)}: leave these settings out")
         tokenizer.verify(run.first_documents())
         if progress and config.tokenizer.backend == "auto" and tokenizer.backend_name != "tiktoken":
             progress(f"tokenizer backend: {tokenizer.backend_name}, as {tokenizer.backend_reason}")
@@ -96,17 +111,25 @@ class Run:
         for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
             if source.packed is not None:
                 continue
-            unit, column = source.unit(0), settings.text_column
+            unit = source.unit(0)
             expect = (unit.size_bytes, unit.footer_hash)
             documents = read_documents(
-                self.storage, unit.path, unit.row_group, column, expect, batch_rows=64, request_bytes=1 << 18
+                self.storage, unit.path, unit.row_group, settings.columns, expect, batch_rows=64, request_bytes=1 << 18
             )
             left = VERIFY_CHARS
-            for text in next(documents).to_pylist():
-                if text and left > 0:
+            for text in texts_of(next(documents)):
+                if left > 0:
                     texts.append(text[:left])
                     left -= len(text)
         return texts
+
+    @cached_property
+    def token_dtype(self) -> np.dtype[Any]:
+        """The tokenizer's, or uint32 where some tokens are no labels."""
+        packed = [source.packed for source in self.manifest.sources if source.packed is not None]
+        widest = max((np.dtype(form.token_dtype).itemsize for form in packed), default=0)
+        masked = any(source.masked for source in self.config.sources)
+        return np.dtype(np.uint32) if widest == 4 or masked else self.tokenizer.token_dtype
 
     @cached_property
     def packed_format(self) -> PackedFormat:
@@ -114,7 +137,7 @@ class Run:
         config, tokenizer = self.config, self.tokenizer
         return PackedFormat(
             sequence_length=config.packing.sequence_length,
-            token_dtype=str(tokenizer.token_dtype),
+            token_dtype=str(self.token_dtype),
             tokenizer=tokenizer.sha256,
             eos_token=config.tokenizer.eos_token,
             strategy=config.packing.strategy,
@@ -157,15 +180,16 @@ class Run:
         """What actors need."""
         config = self.config
         settings = WindowSettings(
-            columns=tuple(source.text_column for source in config.sources),
+            columns=tuple(source.columns for source in config.sources),
             sequence_length=config.packing.sequence_length,
             lanes=config.lanes,
             seed=config.shuffle.seed,
             shuffle=config.shuffle.enabled,
             eos_id=self.tokenizer.eos_id,
-            token_dtype=str(self.tokenizer.token_dtype),
+            token_dtype=str(self.token_dtype),
+            strategy=config.packing.strategy,
         )
-        return Maker(settings, self.tokenizer, self.storage)
+        return Maker(settings, self.tokenizer, self.storage, tuple(each.encode for each in self.encoders))
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -178,16 +202,19 @@ class Run:
                 "files": len(source.files),
                 "rows": int(source.unit_rows.sum()),
                 "tokens_per_mib": source.tokens_per_mib,
-                "text_column": settings.text_column if source.packed is None else None,
+                **({"text_column": None} if source.packed else encoder.identity),
                 "weight": settings.weight,
             }
-            for index, (source, settings) in enumerate(zip(self.manifest.sources, config.sources, strict=True))
+            for index, (source, settings, encoder) in enumerate(
+                zip(self.manifest.sources, config.sources, self.encoders, strict=True)
+            )
         }
+        bos = {} if config.tokenizer.bos_token is None else {"bos_token": config.tokenizer.bos_token}
         return {
             "plan": PLAN_VERSION,
             "manifest": self.manifest.hash,
             "sources": sources,
-            "tokenizer": {"sha256": self.tokenizer.sha256, "eos_token": config.tokenizer.eos_token},
+            "tokenizer": {"sha256": self.tokenizer.sha256, "eos_token": config.tokenizer.eos_token, **bos},
             "packing": {"sequence_length": config.packing.sequence_length, "strategy": config.packing.strategy},
             "shuffle": {
                 "seed": config.shuffle.seed,
@@ -234,9 +261,18 @@ class Run:
         units = []
         for unit in window.units:
             source = self.manifest.sources[unit.source]
-            info, packed = source.unit(unit.number), source.packed is not None
+            info = source.unit(unit.number)
             units.append(
-                UnitSpec(unit.source, unit.epoch, info.path, info.row_group, info.size_bytes, info.footer_hash, packed)
+                UnitSpec(
+                    source=unit.source,
+                    epoch=unit.epoch,
+                    path=info.path,
+                    row_group=info.row_group,
+                    size_bytes=info.size_bytes,
+                    footer_hash=info.footer_hash,
+                    packed=source.packed is not None,
+                    number=unit.number,
+                )
             )
         return WindowSpec(window.cursors, tuple(units), window.last)
 

@@ -160,7 +160,7 @@ class Slab:
     """The rows of one rank's lanes of one window, lane by lane, with the plan's cursors before that window.
 
     ``last`` marks the slabs of the window that ends the stream. A window without a usable document has slabs of 0 rows.
-    ``spent_s`` is what the whole window cost its actor, see ``metrics.py``; it is no part of the content.
+    ``spent`` is what the whole window cost its actor, see ``metrics.py``; it is no part of the content.
     """
 
     cursors: Cursors
@@ -169,7 +169,7 @@ class Slab:
     last: bool
     rows: Rows
     prefix: Prefix
-    spent_s: Mapping[str, float] = field(default_factory=dict)
+    spent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
@@ -191,7 +191,7 @@ class Slab:
             "skipped": prefix.skipped,
             "tokens": [rows.tokens_BX.dtype.str, *rows.tokens_BX.shape],
             "sources": prefix.source_tokens_OK.shape[1],
-            "spent_s": dict(self.spent_s),
+            "spent": dict(self.spent),
         }
         columns = [pa.array([json.dumps(header)], pa.string())]
         columns += [_binary(array) for array in _arrays(rows, prefix)]
@@ -225,7 +225,7 @@ class Slab:
                 digest_O.view(np.uint64),
                 header["skipped"],
             ),
-            spent_s=header["spent_s"],
+            spent=header["spent"],
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ingest.columns import Columns
+from ingest.packing import Strategy
 from ingest.plan import Cursors
 
 
@@ -40,6 +41,7 @@ class WindowSettings:
         sequence_length, lanes, seed, shuffle: as in the config.
         eos_id: what padding holds.
         token_dtype: ``uint16`` or ``uint32``.
+        strategy: as in the config.
     """
 
     columns: tuple[Columns, ...]
@@ -49,3 +51,4 @@ class WindowSettings:
     shuffle: bool
     eos_id: int
     token_dtype: str
+    strategy: Strategy = "concat"

@@ -1,15 +1,17 @@
 """Files, local or in an object store: the only module that touches a filesystem.
 
 Guarantees: a path is taken as it is written, so names with spaces, ``%``, ``#`` and Unicode work; a transient error is
-tried again, a permanent one ends at once, and both name the path; no message holds a credential.
+tried again, a permanent one ends at once, and both name the path; requests are bounded in number at a time and counted;
+no message holds a credential.
 
 Cost: one request opens a file (S3: HEAD); a directory or glob is one recursive listing, 1,000 names a request. A glob
 in the last part alone, such as ``part-*.parquet``, lists that one directory only.
 
-Retries are two layers. The S3 client repeats a single request up to ``max_attempts`` times within a second (0.75 s
-against a closed port with 5), so that one lost page does not restart a listing of 100,000 names. ``retrying`` then
-repeats the whole action with growing pauses, so that a busy store gets a rest: about ten seconds in all. The client's
-own slow strategy was rejected: under ours, a dead endpoint would take most of a minute to be reported.
+One layer tries again: ours, request by request (``ranged.py``), where it is counted and bounded; the S3 client repeats
+nothing, but for curl, which takes a new connection where one that it reuses is reset before any answer. Only listings
+and writes, which are many requests in one call, go through a second client that repeats each of them up to
+``max_attempts`` times within a second, so that one lost page does not restart a listing of 100,000 names. The clients
+of GCS, Azure and HDFS have retries of their own below ours, with the limits of those libraries.
 
 Rejected: fsspec, one more dependency with a client of its own per store; ``pyarrow.fs.FileSystem.from_uri`` on whole
 paths, which decodes ``%20`` and refuses spaces.
@@ -34,9 +36,10 @@ from pyarrow import fs
 from ingest.config import StorageConfig
 from ingest.errors import ConfigError, DataError, StorageError
 from ingest.glob import glob_regex, is_glob, split_glob
-from ingest.retry import classify, from_store, one_line, retrying
+from ingest.ranged import Requests, Traffic, ranged
+from ingest.retry import one_line, retrying
 
-__all__ = ["FileInfo", "Storage", "classify", "from_store", "retrying"]
+__all__ = ["FileInfo", "Storage"]
 
 T = TypeVar("T")
 
@@ -62,9 +65,13 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class _Place:
-    """A path inside its filesystem; ``prefix + path[skip:]`` is what the user calls it."""
+    """A path inside its filesystem; ``prefix + path[skip:]`` is what the user calls it.
+
+    ``patient`` is the same filesystem for listings and writes.
+    """
 
     filesystem: Any
+    patient: Any
     path: str
     prefix: str
     skip: int
@@ -85,10 +92,16 @@ class Storage:
 
     def __init__(self, config: StorageConfig = StorageConfig()) -> None:  # noqa: B008 - frozen
         self.config = config
-        self._filesystems: dict[tuple[str, str], tuple[Any, str]] = {}
+        self._requests = Requests(config)
+        self._filesystems: dict[tuple[str, str], tuple[Any, Any, str]] = {}
 
     def __reduce__(self) -> tuple[type[Storage], tuple[StorageConfig]]:
         return Storage, (self.config,)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this object asked of its stores so far."""
+        return self._requests.traffic
 
     def find_parquet(self, paths: Sequence[str]) -> list[FileInfo]:
         """Finds the files that paths stand for.
@@ -112,13 +125,17 @@ class Storage:
         return list(first.values())
 
     def open(self, path: str) -> pa.NativeFile:
-        """Opens a file for random access.
+        """Opens a file for random access; each read is a request, tried again and counted.
 
         Raises:
-            StorageError: no such file, no permission, or the store does not answer.
+            StorageError: no such file, no permission, or the store does not answer; from the file's methods too.
         """
+        return ranged(self._do(f"open {path}", lambda: self._native(path)), path, self._requests)
+
+    def _native(self, path: str) -> Any:
+        """A file as its store's client opens it: the seam at which tests put a store of theirs."""
         place = self._place(path)
-        return self._do(f"open {path}", lambda: place.filesystem.open_input_file(place.path))
+        return place.filesystem.open_input_file(place.path)
 
     def read_bytes(self, path: str) -> bytes:
         """The whole content of a file.
@@ -126,14 +143,9 @@ class Storage:
         Raises:
             StorageError: as for ``open``.
         """
-        place = self._place(path)
-
-        def read() -> bytes:
-            with place.filesystem.open_input_file(place.path) as file:
-                data: bytes = file.read()
-                return data
-
-        return self._do(f"read {path}", read)
+        with self.open(path) as file:
+            data: bytes = file.read()
+            return data
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Writes a file; a reader sees the old content or the new, never a part. Makes missing directories.
@@ -188,7 +200,7 @@ class Storage:
         local = recursive and isinstance(place.filesystem, fs.LocalFileSystem)
         items = self._do(
             f"list {place.name(base)}",
-            lambda: place.filesystem.get_file_info(list(_walk(base)) if local else selector),
+            lambda: place.patient.get_file_info(list(_walk(base)) if local else selector),
         )
         found = []
         for item in items:
@@ -206,7 +218,7 @@ class Storage:
 
     def _do(self, what: str, action: Callable[[], T]) -> T:
         try:
-            return retrying(action, what, self.config)
+            return self._requests(action, what)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise StorageError(f"{what} failed; {one_line(error)}: correct the path") from error
 
@@ -221,27 +233,28 @@ class Storage:
             local = path if uri is None else "/" + uri[3]
             if uri is not None and uri[2] not in ("", "localhost"):
                 raise ConfigError(f"file:// must have no host; got {path}: write file:///{uri[3]}")
-            return _Place(self._filesystem("file", "")[0], os.path.abspath(local), "", 0)
+            filesystem, patient, _ = self._filesystem("file", "")
+            return _Place(filesystem, patient, os.path.abspath(local), "", 0)
         scheme, authority, rest = uri[1].lower(), uri[2], uri[3].rstrip("/")
-        filesystem, root = self._filesystem(scheme, authority)
-        return _Place(
-            filesystem, root + rest if rest else root.rstrip("/") or "/", f"{uri[1]}://{authority}/", len(root)
-        )
+        filesystem, patient, root = self._filesystem(scheme, authority)
+        inside = root + rest if rest else root.rstrip("/") or "/"
+        return _Place(filesystem, patient, inside, f"{uri[1]}://{authority}/", len(root))
 
-    def _filesystem(self, scheme: str, authority: str) -> tuple[Any, str]:
-        """The filesystem of a scheme and authority, and what paths on it start with."""
+    def _filesystem(self, scheme: str, authority: str) -> tuple[Any, Any, str]:
+        """The filesystem of a scheme and authority, the same for listings and writes, and what its paths start with."""
         key = (scheme, authority)
         if key not in self._filesystems:
-            self._filesystems[key] = self._connect(scheme, authority)
+            *filesystems, root = self._connect(scheme, authority)
+            self._filesystems[key] = filesystems[0], filesystems[-1], root
         return self._filesystems[key]
 
-    def _connect(self, scheme: str, authority: str) -> tuple[Any, str]:
+    def _connect(self, scheme: str, authority: str) -> tuple[Any, ...]:
         if scheme == "file":
             return fs.LocalFileSystem(), ""
         if not authority and scheme != "hdfs":
             raise ConfigError(f"path must name a bucket; got {scheme}:///: write {scheme}://BUCKET/PATH")
         if scheme in ("s3", "s3a", "s3n"):
-            return _s3(self.config, authority), authority + "/"
+            return *_s3(self.config, authority), authority + "/"
         if scheme in ("gs", "gcs"):
             limit = timedelta(seconds=self.config.request_timeout_s * self.config.max_attempts)
             return fs.GcsFileSystem(retry_time_limit=limit), authority + "/"
@@ -257,8 +270,11 @@ class Storage:
         return filesystem, root.rstrip("/") + "/"
 
 
-def _s3(config: StorageConfig, bucket: str) -> Any:
-    """An S3 client; its region is found from the bucket where neither a setting nor the environment gives it."""
+def _s3(config: StorageConfig, bucket: str) -> tuple[Any, Any]:
+    """An S3 client that repeats no request, and one that does.
+
+    The region is found from the bucket where neither a setting nor the environment gives it.
+    """
     endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     options: dict[str, Any] = {}
     region = config.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
@@ -272,13 +288,13 @@ def _s3(config: StorageConfig, bucket: str) -> Any:
         region = region or "us-east-1"
     elif region is None:
         region = retrying(lambda: fs.resolve_s3_region(bucket), f"find the region of s3://{bucket}", config)
-    return fs.S3FileSystem(
-        region=region,
-        connect_timeout=min(10.0, config.request_timeout_s),
-        request_timeout=config.request_timeout_s,
-        retry_strategy=fs.AwsDefaultS3RetryStrategy(max_attempts=config.max_attempts),
-        **options,
+    options |= {"region": region, "request_timeout": config.request_timeout_s}
+    options["connect_timeout"] = min(10.0, config.request_timeout_s)
+    retries = (0, config.max_attempts - 1)  # Arrow says attempts, the SDK takes retries: seen at a counting server
+    once, often = (
+        fs.S3FileSystem(retry_strategy=fs.AwsDefaultS3RetryStrategy(max_attempts=n), **options) for n in retries
     )
+    return once, often
 
 
 def _file_info(place: _Place, item: Any) -> FileInfo:
@@ -314,7 +330,7 @@ def _write_local(path: str, data: bytes) -> None:
 
 
 def _write_remote(place: _Place, data: bytes) -> None:
-    if not isinstance(place.filesystem, fs.S3FileSystem | fs.GcsFileSystem):
-        place.filesystem.create_dir(place.path.rpartition("/")[0], recursive=True)
-    with place.filesystem.open_output_stream(place.path) as file:
+    if not isinstance(place.patient, fs.S3FileSystem | fs.GcsFileSystem):
+        place.patient.create_dir(place.path.rpartition("/")[0], recursive=True)
+    with place.patient.open_output_stream(place.path) as file:
         file.write(data)

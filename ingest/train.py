@@ -1,31 +1,32 @@
 """Ray Train glue: one stream for all ranks, and checkpoints that hold the model and the position together.
 
 Rank 0 opens the stream at the position that it restored and tells the others its name, so the position always comes
-from the very checkpoint that the model was restored from, at whatever world size this attempt has. A checkpoint is a
-directory:
+from the very checkpoint that the model was restored from, at whatever world size this attempt has.
 
-    model.pt        model, optimizer and schedule, written by rank 0, loaded with weights_only
-    rng-<rank>.pt   random number generators of each rank (torch, CUDA, numpy, Python)
-    position.json   readable JSON, the same on every rank
+A checkpoint is a directory of ``position.json`` and of what ``checkpoint.py`` writes. Saving holds training up for a
+copy to host memory; files are written and uploaded behind it, one checkpoint at a time. It counts once every rank's
+files are uploaded: Ray Train then names it in its list, and a directory that is not in there is never restored.
 """
 
 from __future__ import annotations
 
-import random
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-import numpy as np
 import ray.train
 import ray.train.torch
 import torch
+from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
+from ingest.checkpoint import Snapshot, Stateful, restore, words
 from ingest.config import IngestConfig
-from ingest.errors import ResumeError
+from ingest.errors import ResumeError, StorageError
 from ingest.lanes import require_world_size
 from ingest.loader import Loader
 from ingest.pipeline import Stream
@@ -33,18 +34,6 @@ from ingest.position import Position
 from ingest.run import Run
 
 POSITION_FILE = "position.json"
-
-
-class Stateful(Protocol):
-    """What an optimizer or a schedule offers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back."""
-        ...
 
 
 def train_loader(config: IngestConfig, *, device: torch.device | str | None = None) -> Loader:
@@ -99,27 +88,52 @@ def save_checkpoint(
 ) -> None:
     """Saves model and position in one directory and reports it to Ray Train. Every rank must call it at the same step.
 
+    Returns when all is copied to host memory, and waits for the checkpoint before to be complete first. The last one
+    is waited for at the end of the training function. A write that fails ends the attempt with a ``StorageError``
+    that names the path, at once and not at the next save; the checkpoint before stays the newest.
+
     Args:
         loader: its position is that of the last batch handed out; train on that batch first.
-        model: wrapped by DDP or not.
+        model: plain, wrapped by DDP, or sharded by ``fully_shard``.
         optimizer: saved where given.
         schedule: saved where given.
         metrics: reported with the checkpoint; ``step``, ``tokens`` and ``digest`` are added.
-
-    Raises:
-        OSError: the local disk is full. The checkpoint before stays the newest.
     """
-    rank = ray.train.get_context().get_world_rank()
-    position = loader.position
-    reported = {**(metrics or {}), "step": position.step, "tokens": position.tokens, "digest": position.digest}
-    with tempfile.TemporaryDirectory(prefix="ingest-checkpoint-") as folder:
-        torch.save(_rng_state(), Path(folder, f"rng-{rank}.pt"))
-        if rank == 0:
-            parts = {"model": _bare(model), "optimizer": optimizer, "schedule": schedule}
-            states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-            torch.save(states, Path(folder, "model.pt"))
-            Path(folder, POSITION_FILE).write_text(position.to_json(), encoding="utf-8")
-        ray.train.report(reported, checkpoint=ray.train.Checkpoint.from_directory(folder))
+    ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
+    rank, position = ray.train.get_context().get_world_rank(), loader.position
+    snapshot = Snapshot.take(rank, model, optimizer, schedule)
+    storage: Any = ray.train.get_context().get_storage()
+    folder = tempfile.TemporaryDirectory(prefix="ingest-checkpoint-")
+
+    def write(checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        with folder as local:
+            with _naming(position, local):
+                snapshot.write(Path(local))
+                if rank == 0:
+                    Path(local, POSITION_FILE).write_text(position.to_json(), encoding="utf-8")
+            with _naming(position, storage.build_checkpoint_path_from_name(name)):
+                uploaded: ray.train.Checkpoint = storage.persist_current_checkpoint(checkpoint, name)
+            return uploaded
+
+    ray.train.report(
+        {**(metrics or {}), "step": position.step, "tokens": position.tokens, "digest": position.digest},
+        checkpoint=ray.train.Checkpoint.from_directory(folder.name),
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=write,
+        delete_local_checkpoint_after_upload=False,
+    )
+
+
+@contextlib.contextmanager
+def _naming(position: Position, path: str) -> Iterator[None]:
+    """Says where and of which step a checkpoint could not be written: torch has a RuntimeError for a full disk."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise StorageError(
+            f"the checkpoint of step {position.step} must be written to {path}; got {words(error)}: "
+            "free space there and start again, which goes on from the checkpoint before"
+        ) from error
 
 
 def newest_position(run_path: str) -> Position | None:
@@ -173,35 +187,5 @@ def restore_checkpoint(
                 f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}: was it saved by save_checkpoint?"
             )
         loader.load_state_dict(Position.from_json(path.read_text(encoding="utf-8")).to_dict())
-        states = torch.load(Path(folder, "model.pt"), map_location="cpu", weights_only=True)
-        for name, part in (("model", _bare(model)), ("optimizer", optimizer), ("schedule", schedule)):
-            if part is not None:
-                if name not in states:
-                    raise ResumeError(
-                        f"checkpoint {checkpoint.path} must hold {name}; got {sorted(states)}: save it too"
-                    )
-                part.load_state_dict(states[name])
-        rng = Path(folder, f"rng-{ray.train.get_context().get_world_rank()}.pt")
-        if rng.exists():  # a rank that the saving run did not have starts from its own seed
-            _set_rng_state(torch.load(rng, weights_only=True))
+        restore(Path(folder), ray.train.get_context().get_world_rank(), model, optimizer, schedule)
     return True
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))  # noqa: NPY002 - users draw from it
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    python = random.getstate()
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": [name, keys.tolist(), *rest], "python": python}
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))  # noqa: NPY002
-    random.setstate(state["python"])

@@ -21,15 +21,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ingest.best_fit import best_fit
 from ingest.documents import Documents, Encode, Read, UnitTexts, tokenize
 from ingest.filled import deal, fill, take
 from ingest.metrics import Stopwatch
 from ingest.packed import PackedRows
-from ingest.packing import concat
+from ingest.packing import Packing, Strategy, concat
 from ingest.plan import document_order
 from ingest.slab import IntArray, Prefix, Rows, Slab
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 
+PACK: dict[Strategy, Callable[[IntArray, int, int], Packing]] = {"concat": concat, "best_fit": best_fit}
 ReadPacked = Callable[[UnitSpec], PackedRows]
 
 
@@ -114,7 +116,7 @@ def _make(
     count = len(documents.lengths_D)
     window = spec.cursors.window
     order = document_order(count, settings.seed, window) if settings.shuffle else np.arange(count)
-    packing = concat(documents.lengths_D[order], settings.sequence_length, settings.lanes)
+    packing = PACK[settings.strategy](documents.lengths_D[order], settings.sequence_length, settings.lanes)
     filled = [fill(spec, settings, documents, order, packing)]
     documents = replace(documents, tokens=documents.tokens[:0].copy())  # they are in rows now
     places = [np.zeros((0, 2), np.int64)]

@@ -66,6 +66,7 @@ def fit(
                 "max_steps": options.max_steps,
                 "checkpoint_every": options.checkpoint_every,
                 "learning_rate": options.learning_rate,
+                "parallel": options.parallel,
             },
             scaling_config=ScalingConfig(
                 num_workers=workers,

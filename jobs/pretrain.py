@@ -19,12 +19,12 @@ import ray.train
 import torch
 import torch.distributed as dist
 from ray.train import WorkerGroupError
-from ray.train.torch import prepare_model
 
 import ingest
 from jobs.launch import CPUS_PER_TRAINER, check, explain, fit
 from jobs.mailbox import send_log
 from jobs.model import GPT, GPTConfig, loss_sum
+from jobs.parallel import PARALLEL, spread
 from jobs.progress import Progress, report
 
 
@@ -35,7 +35,8 @@ def train(settings: dict[str, Any]) -> None:
     config = ingest.IngestConfig.from_dict(settings["config"])
     loader = ingest.train_loader(config)
     length = config.packing.sequence_length
-    model = prepare_model(GPT(GPTConfig(vocab_size=loader.run.tokenizer.vocab_size, sequence_length=length)))
+    sizes = GPTConfig(vocab_size=loader.run.tokenizer.vocab_size, sequence_length=length)
+    model = spread(GPT(sizes), settings["parallel"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
@@ -68,7 +69,7 @@ def train_step(model: torch.nn.Module, optimizer: Any, schedule: Any, batch: ing
         dist.all_reduce(sums)
     total = max(1.0, float(sums[1]))
     optimizer.zero_grad(set_to_none=True)
-    (loss * (world_size / total)).backward()  # DDP takes the mean over ranks
+    (loss * (world_size / total)).backward()  # DDP and FSDP take the mean over ranks
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     schedule.step()
@@ -90,6 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-workers", type=world_sizes, default=(1, 1), metavar="N|MIN:MAX", help="ranks (default 1)"
     )
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="a model on each rank, or its shards")
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")

@@ -35,25 +35,31 @@ class Progress:
         if self._log and (len(self._losses) == 1 or now - self._said >= EVERY_S):
             self._said = now
             rate, waiting = self._rates()
-            words = "step %d: loss %.3f, %.0f tokens/s, waiting for data %.1f %%"
-            self._log.info(words, self._loader.position.step, loss, rate, 100 * waiting)
+            words = "step %d: loss %.3f, %d tokens, %.0f tokens/s, waiting for data %.1f %%"
+            position = self._loader.position
+            self._log.info(words, position.step, loss, position.tokens, rate, 100 * waiting)
             if not self._short and now - self._began > SHORT_AFTER_S and (line := self._loader.timing.shortage()):
                 self._short = True
                 self._log.info("%s", line)
 
     def metrics(self) -> dict[str, Any]:
-        """Of this attempt: losses in nats, tokens a second and waiting after the first batch, padding as a share."""
+        """Of this attempt: losses in nats, tokens without padding, tokens a second and waiting after the first batch.
+
+        ``padding_share`` is of the places of all rows.
+        """
         now, steps = self._loader.position, self._loader.position.step - self._start.step
+        tokens = now.tokens - self._start.tokens
         rate, waiting = self._rates()
         return {
             "steps": steps,
+            "tokens": tokens,
             "first_loss": self._losses[0] if self._losses else None,
             "last_loss": sum(self._losses[-10:]) / len(self._losses[-10:]) if self._losses else None,
             "tokens_per_s": rate,
             "first_batch_s": self._loader.timing.first_batch_s,
             "wait_share": waiting,
             "short_of": self._loader.timing.shortage(),
-            "padding_share": 1 - (now.tokens - self._start.tokens) / (steps * self._slots) if steps else 0.0,
+            "padding_share": 1 - tokens / (steps * self._slots) if steps else 0.0,
         }
 
     def _rates(self) -> tuple[float, float]:

@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("ingest")
 
 CORE = (
     *("config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
-    *("readahead", "resume", "run", "slab", "storage", "tokenizer", "turns", "window"),
+    *("readahead", "resume", "retry", "run", "slab", "storage", "strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
@@ -213,13 +213,22 @@ class Started:
         return Done(code, *(file.read_text() for file in self._files))
 
     def tree(self) -> list[Any]:
-        """The process and all that came of it, as psutil sees them."""
-        found = []
+        """The process and all that came of it, as psutil sees them: children, and orphans by their mark.
+
+        A process that has given itself another title has no environment left to be known by.
+        """
+        found = set()
+        with contextlib.suppress(psutil.Error):
+            found.update(psutil.Process(self.process.pid).children(recursive=True))
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("INGEST_TEST_MARK") == self._mark:
-                    found.append(process)
-        return found
+                    found.add(process)
+        return list(found)
+
+    def said(self) -> str:
+        """What it has written to standard output so far."""
+        return self._files[0].read_text()
 
     def kill(self) -> int:
         """Ends them all with SIGKILL at once; returns how many there were."""

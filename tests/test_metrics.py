@@ -20,6 +20,13 @@ def test_shares_are_of_the_stages_and_cpu_seconds_are_per_million_tokens() -> No
     assert made.cpu_s_per_million_tokens == 1.0
 
 
+def test_what_was_asked_of_the_store_is_summed_over_the_windows() -> None:
+    made = timing(0.0, requests=3, read_bytes=100, retries=0)
+    made.note(1, {"read": 1.0, "requests": 2, "read_bytes": 50, "retries": 1})
+    assert made.traffic == {"requests": 5, "read_bytes": 150, "retries": 1}
+    assert Timing().traffic == {"requests": 0, "read_bytes": 0, "retries": 0}
+
+
 def test_nothing_measured_divides_by_nothing() -> None:
     assert (Timing().wait_share, Timing().cpu_s_per_million_tokens) == (0.0, 0.0)
     assert Timing().stage_shares == dict.fromkeys(STAGES, 0.0)

@@ -1,14 +1,18 @@
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from ingest.attention import document_mask
 from ingest.batch import Batch
 from ingest.slab import Rows
 from jobs.model import GPT, GPTConfig, loss_sum
+from jobs.pretrain import train_step
 
 SMALL = GPTConfig(vocab_size=32, sequence_length=8, num_layers=2, num_heads=2, width=16)
 
@@ -139,3 +143,45 @@ def test_a_few_steps_learn_a_row_by_heart():
 def test_a_width_that_does_not_divide_into_heads_is_refused():
     with pytest.raises(ValueError, match="multiple of twice num_heads; got 20 and 4: set width to 128"):
         GPT(GPTConfig(vocab_size=32, sequence_length=8, num_heads=4, width=20))
+
+
+UNEQUAL = [  # by step and rank: 8 labels and 1, then 3 and none
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], [[9]]),
+    ([[9, 8, 0, 0, 0, 0, 0, 0, 0]], [[2]]),
+    ([[3, 1, 4, 1, 0, 0, 0, 0, 0]], [[4]]),
+    ([[0, 0, 0, 0, 0, 0, 0, 0, 0]], [[]]),
+]
+
+
+def train_two_steps(model, batches):
+    """The losses that ``train_step`` gave; the weights are changed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return [train_step(model, optimizer, schedule, batch) for batch in batches]
+
+
+def train_as_one_of_two_ranks(rank, folder):
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(GPT(SMALL).double())
+    losses = train_two_steps(model, [batch_of(*UNEQUAL[rank]), batch_of(*UNEQUAL[2 + rank])])
+    torch.save((losses, model.module.state_dict()), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_unequal_numbers_of_labels_train_on_the_mean_over_all_labels(tmp_path):
+    torch.multiprocessing.spawn(train_as_one_of_two_ranks, (tmp_path,), nprocs=2)
+    whole = GPT(SMALL).double()
+    steps = [(UNEQUAL[0], UNEQUAL[1]), (UNEQUAL[2], UNEQUAL[3])]
+    losses = train_two_steps(whole, [batch_of(first + second, own + other) for (first, own), (second, other) in steps])
+
+    fresh = GPT(SMALL).double()
+    (eight, labels), (one, label) = (loss_sum(fresh, batch_of(*row)) for row in UNEQUAL[:2])
+    assert (labels, label) == (8, 1)
+    assert losses[0] == pytest.approx((eight.item() + one.item()) / 9, abs=1e-10)
+    for rank in range(2):
+        found, weights = torch.load(tmp_path / f"{rank}.pt")
+        assert found == pytest.approx(losses, abs=1e-10)
+        torch.testing.assert_close(weights, dict(whole.state_dict()), rtol=0, atol=1e-10)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ingest.cli import main
 from ingest.config import IngestConfig, StorageConfig
+from ingest.encoding import Text
 from ingest.errors import ConfigError, DataError, StorageError
 from ingest.lanes import Lanes, Step, step_digest, steps
 from ingest.manifest import Manifest
@@ -293,7 +294,7 @@ def mixed(shuffle: bool, lanes: int = 4):
     spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),) * 2), units, True)
     settings = WindowSettings(("text", ""), 8, lanes, 0, shuffle, EOS, "uint16")
     read = lambda unit, column: iter([pa.array(["abcdefg", None, "hi"], pa.large_string())])  # noqa: E731
-    return make_window(spec, settings, encode, read, lambda unit: UNITS[unit.row_group])
+    return make_window(spec, settings, Text(encode), read, lambda unit: UNITS[unit.row_group])
 
 
 def first_tokens(window) -> list[list[int]]:
@@ -331,7 +332,7 @@ def test_packed_rows_alone_need_padding_only_up_to_a_multiple_of_the_lanes() -> 
     spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),)), (UnitSpec(0, 0, "p", 0, 0, "", packed=True),), True)
     for lanes, rows in ((1, 3), (2, 4), (3, 3), (4, 4)):
         settings = WindowSettings(("",), 8, lanes, 0, False, EOS, "uint16")
-        window = make_window(spec, settings, encode, lambda *_: iter(()), lambda unit: UNITS[0])
+        window = make_window(spec, settings, Text(encode), lambda *_: iter(()), lambda unit: UNITS[0])
         assert len(window.rows) == rows
         assert sorted(window.rows.tokens_BX[:, 0].tolist())[:3] == [10, 11, 12]
 

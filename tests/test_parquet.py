@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,18 +27,23 @@ def texts(path, row_group=0, column="text", expect=None, storage=None, **options
     return [text for array in arrays for text in array.to_pylist()]
 
 
-class CountingFile(io.FileIO):
+class CountingFile:
     """A local file that records its reads and fails the reads it is told to."""
 
     def __init__(self, path, reads, failures):
-        super().__init__(path)
-        self.reads, self.failures = reads, failures
+        self.file, self.reads, self.failures = pa.OSFile(path), reads, failures
 
-    def read(self, size=-1):
-        self.reads.append(size)
+    def size(self):
+        return self.file.size()
+
+    def read_at(self, num_bytes, offset):
+        self.reads.append(num_bytes)
         if len(self.reads) in self.failures:
             raise ConnectionResetError(errno.ECONNRESET, "reset")
-        return super().read(size)
+        return self.file.read_at(num_bytes, offset)
+
+    def close(self):
+        self.file.close()
 
 
 class CountingStorage(Storage):
@@ -49,8 +53,8 @@ class CountingStorage(Storage):
         super().__init__()
         self.reads, self.failures = [], frozenset(failures)
 
-    def open(self, path):
-        return pa.PythonFile(CountingFile(path, self.reads, self.failures), mode="r")
+    def _native(self, path):
+        return CountingFile(path, self.reads, self.failures)
 
 
 def test_a_footer_is_read_with_its_hash_and_the_size_of_the_file(tmp_path):

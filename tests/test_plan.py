@@ -263,8 +263,8 @@ def test_a_source_that_has_finished_leaves_the_mix() -> None:
         (10**12, 8192, 128, 200 * 8192 * 128),
         (10**8, 2048, 8, 6_250_000),
         (32_000_000, 512, 4, 2_000_000),
-        (1_000_000, 2048, 8, 64 * 2048 * 8),
-        (0, 2048, 8, 64 * 2048 * 8),
+        (1_000_000, 2048, 8, 200 * 2048 * 8),
+        (0, 2048, 8, 200 * 2048 * 8),
     ],
 )
 def test_auto_window_tokens(total_tokens: int, sequence_length: int, lanes: int, window_tokens: int) -> None:

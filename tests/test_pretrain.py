@@ -108,7 +108,7 @@ def test_the_job_trains_on_the_steps_of_the_plan_and_says_how_it_went(uninterrup
     said = dict(line.split(None, 1) for line in uninterrupted.out.splitlines())
     assert (said["step"], said["steps"]) == (str(STEPS), str(STEPS))
     assert float(said["last_loss"]) < 0.9 * float(said["first_loss"])
-    assert said["digest"] == expected.digest
+    assert (said["digest"], said["tokens"]) == (expected.digest, str(expected.tokens))
     assert said.keys() >= {"tokens_per_s", "wait_share", "padding_share"}
     assert said["checkpoint"] == str(uninterrupted.checkpoints()[-1][1])
     assert "python -m jobs.pretrain --config" in uninterrupted.out.splitlines()[-1]

@@ -147,6 +147,7 @@ def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> No
     ("change", "fields"),
     [
         ({"packing__sequence_length": 16}, ["packing.sequence_length"]),
+        ({"packing__strategy": "best_fit"}, ["packing.strategy"]),
         ({"shuffle__seed": 1}, ["shuffle.seed"]),
         ({"shuffle__enabled": False}, ["shuffle.enabled"]),
         ({"shuffle__window_tokens": 61}, ["shuffle.window_tokens"]),
@@ -311,8 +312,8 @@ def test_a_position_beyond_the_data_is_refused(folder: Path) -> None:
 
 def test_auto_resolves_the_window_from_data_and_settings(folder: Path) -> None:
     run = run_of(folder, shuffle__window_tokens="auto")
-    assert run.window_tokens == 64 * 8 * 2
-    assert run.fingerprint["shuffle"]["window_tokens"] == 64 * 8 * 2
+    assert run.window_tokens == 200 * 8 * 2
+    assert run.fingerprint["shuffle"]["window_tokens"] == 200 * 8 * 2
 
 
 def test_each_source_is_read_by_its_own_text_column(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import pickle
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from ingest.errors import ConfigError, DataError, StorageError
 from ingest.glob import glob_regex
 from ingest.manifest import build_manifest
 from ingest.parquet import read_documents
-from ingest.storage import FileInfo, Storage, classify, from_store, retrying
+from ingest.storage import FileInfo, Storage
 from tests.weed import free_port
 
 ODD_NAMES = ["a b", "100%", "x%20y", "#hash", "ünï 数", "a+b", "[a]", "what?"]
@@ -178,71 +177,6 @@ def test_a_storage_travels_with_its_settings_alone(tmp_path):
 def test_storage_needs_neither_ray_nor_torch():
     code = "import sys, ingest.storage, ingest.manifest; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (FileNotFoundError(errno.ENOENT, "no such file"), "permanent"),
-        (PermissionError(errno.EACCES, "denied"), "permanent"),
-        (OSError(errno.ENOSPC, "disk full"), "permanent"),
-        (ConnectionResetError(errno.ECONNRESET, "reset"), "transient"),
-        (TimeoutError("read"), "transient"),
-        (OSError(errno.EIO, "only got 3 of 5 bytes"), "transient"),
-        (OSError("AWS Error SLOW_DOWN during GetObject operation: busy"), "transient"),
-        (OSError("AWS Error UNKNOWN (HTTP status 503) during HeadObject operation: No response body."), "transient"),
-        (OSError("AWS Error UNKNOWN (HTTP status 400) during HeadObject operation: No response body."), "permanent"),
-        (OSError("AWS Error NETWORK_CONNECTION during HeadObject operation: curlCode: 28, Timeout"), "transient"),
-        (OSError("AWS Error ACCESS_DENIED during ListObjectsV2 operation: Access Denied."), "permanent"),
-        (OSError("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation: no"), "permanent"),
-        (OSError("AWS Error SIGNATURE_DOES_NOT_MATCH during ListObjectsV2 operation: no"), "permanent"),
-        (OSError("google::cloud::Status(UNAVAILABLE: try again)"), "transient"),
-        (OSError("google::cloud::Status(NOT_FOUND: no such object)"), "permanent"),
-        (OSError("Couldn't deserialize thrift: No more data to read."), "permanent"),
-        (OSError("CRC checksum verification failed for page_ordinal 0"), "permanent"),
-    ],
-)
-def test_errors_are_told_apart(error, expected):
-    assert classify(error) == expected
-
-
-def test_a_decoder_s_error_is_not_the_store_s():
-    assert from_store(OSError("AWS Error ACCESS_DENIED during GetObject operation"))
-    assert from_store(FileNotFoundError(errno.ENOENT, "gone"))
-    assert not from_store(OSError("Corrupt snappy compressed data."))
-
-
-def failing(times, error):
-    left = [error] * times
-
-    def action():
-        if left:
-            raise left.pop()
-        return "done"
-
-    return action, left
-
-
-def test_a_transient_error_is_tried_again_with_growing_pauses():
-    action, _ = failing(4, ConnectionResetError(errno.ECONNRESET, "reset"))
-    pauses = []
-    assert retrying(action, "open s3://b/a", StorageConfig(max_attempts=5), pauses.append) == "done"
-    assert len(pauses) == 4
-    assert all(full / 2 <= pause <= full for pause, full in zip(pauses, (0.1, 0.4, 1.6, 6.4), strict=True))
-
-
-def test_the_tries_are_bounded_and_the_error_names_the_action():
-    action, left = failing(9, ConnectionResetError(errno.ECONNRESET, "reset"))
-    with pytest.raises(StorageError, match=r"open s3://b/a failed after 3 tries; .*reset: check the network"):
-        retrying(action, "open s3://b/a", StorageConfig(max_attempts=3), [].append)
-    assert len(left) == 6
-
-
-def test_a_permanent_error_is_not_tried_again():
-    action, left = failing(9, OSError("AWS Error ACCESS_DENIED during GetObject operation: Access Denied."))
-    with pytest.raises(StorageError, match=r"open s3://b/a failed; .*: check the permissions and the credentials"):
-        retrying(action, "open s3://b/a", StorageConfig(), [].append)
-    assert len(left) == 8
 
 
 @pytest.fixture

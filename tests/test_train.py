@@ -1,6 +1,8 @@
 """The loader and its checkpoints in Ray Train, and as Stateful of torch.distributed.checkpoint."""
 
 import json
+import re
+import resource
 import time
 from pathlib import Path
 
@@ -8,7 +10,16 @@ import pytest
 import ray.train
 import torch
 import torch.distributed.checkpoint as dcp
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train import (
+    CheckpointConfig,
+    CheckpointConsistencyMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchTrainer
 
 import ingest
@@ -16,7 +27,8 @@ from ingest.config import IngestConfig
 from ingest.loader import Loader
 from ingest.pipeline import translated
 from ingest.run import Run
-from tests.conftest import steps_without_ray, texts, write_config, write_corpus
+from ingest.train import newest_position
+from tests.conftest import steps_without_ray, texts, until, write_config, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +44,17 @@ def expected(config):
     return [step.position for step in steps_without_ray(config)]
 
 
-def fit(loop, config, storage, num_workers=1):
+def fit(loop, config, storage, num_workers=1, filesystem=None):
     return TorchTrainer(
         loop,
-        train_loop_config={"config": config.to_dict()},
+        train_loop_config={"config": config.to_dict(), "storage": str(storage)},
         scaling_config=ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name="run",
             storage_path=str(storage),
+            storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=0),
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     ).fit()
 
@@ -100,6 +113,68 @@ def test_a_checkpoint_holds_the_position_and_the_model_and_restores_both(config,
     cause = translated(failure)
     assert (rank, type(cause)) == (0, ingest.ResumeError)
     assert "must hold optimizer; got ['model']: save it too" in str(cause)
+
+
+class SlowDisk(LocalFileSystem):
+    """A local filesystem on which the files of a checkpoint take until ``go`` lies beside the run."""
+
+    def open(self, path, mode="rb", **options):
+        if "w" in mode and path.endswith("model.pt"):
+            until(Path(path).parents[2].joinpath("go").exists, 60, "the training that should go on beside the upload")
+        return super().open(path, mode, **options)
+
+
+def save_and_train_on(settings):
+    model = torch.nn.Linear(2, 2)
+    loader = ingest.train_loader(IngestConfig.from_dict(settings["config"]))
+    with loader:
+        for batch in loader:
+            torch.nn.init.constant_(model.weight, batch.position.step)
+            if batch.position.step == 3:
+                ingest.save_checkpoint(loader, model)
+            if batch.position.step == 5:
+                Path(settings["storage"], "go").touch()
+                break
+    ingest.save_checkpoint(loader, model)  # waits for the one before
+    [first] = ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)[:1]
+    position = json.loads(Path(first.checkpoint.path, "position.json").read_text())
+    weight = torch.load(Path(first.checkpoint.path, "model.pt"))["model"]["weight"]
+    assert (position["step"], first.metrics["step"], weight.unique().tolist()) == (3, 3, [3.0])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_last_one_is_waited_for(config, shared_ray, tmp_path):
+    slow = PyFileSystem(FSSpecHandler(SlowDisk()))
+    result = fit(save_and_train_on, config, tmp_path, filesystem=slow)
+    assert result.metrics["step"] == 5
+    assert json.loads(Path(result.checkpoint.path, "position.json").read_text())["step"] == 5
+    assert torch.load(Path(result.checkpoint.path, "model.pt"))["model"]["weight"].unique().tolist() == [5.0]
+
+
+def save_onto_a_full_disk(settings):
+    """One small checkpoint, then one of 4 MB where no file may be larger than 1 MiB."""
+    loader = ingest.train_loader(IngestConfig.from_dict(settings["config"]))
+    ingest.save_checkpoint(loader, torch.nn.Linear(2, 2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    ingest.save_checkpoint(loader, torch.nn.Linear(1000, 1000))
+    until(lambda: False, 60, "the error, which ends this attempt")
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays_the_newest(config, shared_ray, tmp_path):
+    with pytest.raises(WorkerGroupError) as failed:
+        fit(save_onto_a_full_disk, config, tmp_path)
+    error = translated(failed.value.worker_failures[0])
+    assert type(error) is ingest.StorageError
+    said = (
+        r"the checkpoint of step 0 must be written to /\S*ingest-checkpoint-\w+; got \w+ .*: free space there and start"
+    )
+    assert re.match(said, str(error)), error
+    kept = ray.train.Result.from_path(str(tmp_path / "run")).checkpoint
+    assert newest_position(str(tmp_path / "run")).step == 0
+    assert torch.load(Path(kept.path, "model.pt"))["model"]["weight"].shape == (2, 2)
 
 
 def rank_1_fails_at_step_3(settings):

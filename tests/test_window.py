@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.documents import ENCODE_BYTES
+from ingest.encoding import Text
 from ingest.errors import DataError
 from ingest.plan import Cursors, SourceCursor
 from ingest.slab import Rows, row_digests
@@ -55,7 +56,7 @@ def made(texts: list[str | None], *, encoder=encode, unit: UnitSpec | None = Non
     defaults = {"columns": ("text",), "sequence_length": 8, "lanes": 2, "seed": 0, "shuffle": False}
     settings = WindowSettings(**(defaults | {"eos_id": EOS, "token_dtype": "uint16"} | options))
     arrays = [pa.array(texts[i : i + batch], pa.large_string()) for i in range(0, len(texts), batch)]
-    return make_window(spec, settings, encoder, lambda unit, column: iter(arrays))
+    return make_window(spec, settings, Text(encoder), lambda unit, column: iter(arrays))
 
 
 def test_golden_order_of_window_lane_and_document() -> None:
@@ -249,7 +250,7 @@ def test_each_source_is_read_by_its_own_column() -> None:
 
     units = tuple(UnitSpec(source, 0, "p", 0, 0, "") for source in (0, 1))
     spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),) * 2), units, True)
-    make_window(spec, WindowSettings(("text", "body"), 8, 2, 0, True, EOS, "uint16"), encode, read)
+    make_window(spec, WindowSettings(("text", "body"), 8, 2, 0, True, EOS, "uint16"), Text(encode), read)
     assert asked == [(0, "text"), (1, "body")]
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ingest.encoding import Text
 from ingest.lanes import Lanes, Step, steps
+from ingest.packing import Strategy
 from ingest.plan import Cursors, Plan, PlanSource
 from ingest.position import Position
 from ingest.slab import Slab
@@ -44,11 +46,14 @@ class Tiny:
     num_epochs: int | None = 1
     total_tokens: int | None = None
     weights: tuple[int, ...] | None = None
+    strategy: Strategy = "concat"
 
     @property
     def settings(self) -> WindowSettings:
         columns = ("text",) * len(self.corpus)
-        return WindowSettings(columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16")
+        return WindowSettings(
+            columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16", self.strategy
+        )
 
     @cached_property
     def plan(self) -> Plan:
@@ -74,7 +79,7 @@ class Tiny:
     def windows(self, cursors: Cursors | None = None) -> Iterator[Window]:
         for planned in self.plan.windows(cursors or self.plan.start()):
             units = tuple(UnitSpec(u.source, u.epoch, f"source{u.source}", u.number, 0, "") for u in planned.units)
-            yield make_window(WindowSpec(planned.cursors, units, planned.last), self.settings, encode, self.read)
+            yield make_window(WindowSpec(planned.cursors, units, planned.last), self.settings, Text(encode), self.read)
 
     def slabs(self, cursors: Cursors, rank: int = 0, world_size: int = 1) -> Iterator[Slab]:
         for window in self.windows(cursors):
