@@ -96,7 +96,7 @@ class Batch:
 
     Args:
         input_ids: int64 [B, T]; at padding whatever the row holds there, which is the eos id.
-        labels: int64 [B, T]; the next token of the same document, -100 at a document's last token, at padding, and where
+        labels: int64 [B, T]; the next token of the same document, -100 at a document's last token, at padding, and if
             the next token is masked, as those of prompts are. A document that goes on in the next row has its next
             token at T - 1 here: a cut costs no label.
         position_ids: int64 [B, T]; offset within the document's piece, 0 at padding.

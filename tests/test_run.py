@@ -322,7 +322,7 @@ def test_each_source_is_read_by_its_own_text_column(folder: Path) -> None:
     text, settings = "", run.maker.settings
     for spec in run.specs(run.plan.start()):
         units = UnitTexts(spec, settings, run.maker._read)
-        text += run.tokenizer.decode(tokenize(spec, settings, run.tokenizer.encode, units, Stopwatch()).tokens)
+        text += run.tokenizer.decode(tokenize(spec, settings, run.maker._encode, units, Stopwatch()).tokens)
     assert text.count("the mat<|endoftext|>") == 2
     assert text.count("the cat<|endoftext|>") == 1
 
