@@ -29,6 +29,36 @@ def _require(holds: bool, rule: str, value: object, step: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnErrorConfig:
+    """How much of a source may be left out because it cannot be read; what is more ends the run.
+
+    Args:
+        skip_rows: rows a pass, on average, that are not UTF-8 or lie where a row group cannot be decoded.
+        skip_files: files that are not Parquet, damaged, or without the text column when the manifest is made.
+
+    Both from 1 on are numbers, below 1 shares of the source.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    skip_rows: float = 0.0
+    skip_files: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("skip_rows", self.skip_rows), ("skip_files", self.skip_files)):
+            rule = f"on_error.{name} must be a number from 1 on, a share from 0 to 1, or 0"
+            _require(value >= 0 and (value < 1 or float(value).is_integer()), rule, value, "try 0.001")
+
+    def rows(self, of: int) -> int:
+        """The rows a pass of a source of so many."""
+        return int(self.skip_rows if self.skip_rows >= 1 else self.skip_rows * of)
+
+    def files(self, of: int) -> int:
+        """The files of a source of so many."""
+        return int(self.skip_files if self.skip_files >= 1 else self.skip_files * of)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """A named set of Parquet files and its share of the tokens.
 
@@ -39,6 +69,8 @@ class SourceConfig:
         text_column: the column that holds one document a row.
         weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
             large as the source is.
+        on_error: ``raise`` ends the run at the first row or file that cannot be read; ``{skip_rows: 100, skip_files:
+            0.01}`` goes on without it, counts and records it. It may differ at a resume.
     """
 
     __pydantic_config__ = _STRICT
@@ -47,6 +79,7 @@ class SourceConfig:
     path: str | tuple[str, ...]
     text_column: str = "text"
     weight: float | None = None
+    on_error: Literal["raise"] | OnErrorConfig = "raise"
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "sources.name must not be empty", repr(self.name), "name every source")
@@ -54,6 +87,11 @@ class SourceConfig:
         if self.weight is not None:
             rule = f"source {self.name}: weight must be between 0.000001 and 1000000"
             _require(1e-6 <= self.weight <= 1e6, rule, self.weight, "set a share such as 0.7, or leave it out")
+
+    @property
+    def allowed(self) -> OnErrorConfig:
+        """What may be left out, nothing where ``on_error`` is ``raise``."""
+        return OnErrorConfig() if self.on_error == "raise" else self.on_error
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -338,8 +376,11 @@ def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
 
 def _first_problem(error: ValidationError) -> str:
     """One line for pydantic's first complaint: the key's path, the rule, the value, and the nearest known key."""
-    problem = error.errors(include_url=False)[0]
-    where = [part for part in problem["loc"] if not str(part).startswith(("tuple[", "literal["))]
+    problems = error.errors(include_url=False)
+    word = problems[0]["type"] == "literal_error" and isinstance(problems[0]["input"], dict)  # meant for the next one
+    problem = problems[min(word, len(problems) - 1)]
+    members = ("tuple[", "literal[", "OnErrorConfig")
+    where = [part for part in problem["loc"] if not str(part).startswith(members)]
     where = where[:-1] if where[-1:] in (["str"], ["int"]) else where  # which member of a union was tried first
     key = ".".join(map(str, where)) or "config"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -354,5 +395,6 @@ def _first_problem(error: ValidationError) -> str:
 
 
 _OWNERS: tuple[type, ...] = (
-    IngestConfig, SourceConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig, ResourcesConfig,
+    IngestConfig, SourceConfig, OnErrorConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig,
+    ResourcesConfig,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """The text of a window's units to tokenized documents, with the next units' bytes on their way meanwhile.
 
 Memory: the tokens, and the arrays that ``UNITS_AHEAD`` and ``ARRAYS_AHEAD`` allow. Rows without text (null or empty)
-are skipped and counted.
+are skipped and counted, and so are those that cannot be read where the source allows it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ingest.account import MAX_SKIPS, Account, Bad, Skip, SourceAccount
 from ingest.errors import DataError
 from ingest.metrics import Stopwatch
 from ingest.readahead import ReadAhead
@@ -28,7 +29,7 @@ ARRAYS_AHEAD = 2  # of at most 256 documents, ready of each
 ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, little enough to stay in cache
 
 Encode = Callable[[list[str]], tuple[TokenArray, IntArray]]
-Read = Callable[[UnitSpec, str], Iterator[pa.Array]]
+Read = Callable[[UnitSpec, str], Iterator[pa.Array | Bad]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Documents:
         unit_D: int64 [D], index into the window's units.
         row_D: int64 [D], row in its row group.
         skipped: rows without text.
+        account: of the rows that were read.
     """
 
     tokens: TokenArray
@@ -48,6 +50,7 @@ class Documents:
     unit_D: IntArray
     row_D: IntArray
     skipped: int
+    account: Account
 
 
 class UnitTexts:
@@ -57,7 +60,7 @@ class UnitTexts:
         self._read = read
         self._settings = settings
         self._left = deque((index, unit) for index, unit in enumerate(spec.units) if not unit.packed)
-        self._begun: deque[tuple[int, ReadAhead[pa.Array]]] = deque()
+        self._begun: deque[tuple[int, ReadAhead[pa.Array | Bad]]] = deque()
         self._begin()
 
     def _begin(self) -> None:
@@ -66,7 +69,7 @@ class UnitTexts:
             arrays = self._read(unit, self._settings.columns[unit.source])
             self._begun.append((index, ReadAhead(arrays, ARRAYS_AHEAD, "ingest-read")))
 
-    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array]]]:
+    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array | Bad]]]:
         while self._begun:
             yield self._begun[0]
             self._begun.popleft()
@@ -88,24 +91,32 @@ def tokenize(
     """
     tokens: list[npt.NDArray[Any]] = [np.zeros(0, settings.token_dtype)]
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
-    skipped = 0
+    per_source = [SourceAccount() for _ in settings.columns]
+    skips: list[Skip] = []
     for index, arrays in units_texts:
         unit, first_row = spec.units[index], 0
         for texts in arrays:
             watch.lap("read")
+            if isinstance(texts, Bad):
+                per_source[unit.source] += SourceAccount(read=texts.num_rows, bad=texts.num_rows)
+                skips += [Skip.of(unit.source, unit.path, unit.row_group, texts)] * (len(skips) < MAX_SKIPS)
+                first_row += texts.num_rows
+                continue
             usable = np.flatnonzero(pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
-            skipped += len(texts) - len(usable)
+            empty, made = len(texts) - len(usable), 0
             for some in _chunks(texts, usable):
                 flat, counts = _encode(encode, texts.take(pa.array(some)).to_pylist(), unit, some + first_row)
+                made += len(flat)
                 tokens.append(flat)
                 lengths.append(counts)
                 units.append(np.full(len(some), index, np.int64))
                 rows.append(some + first_row)
+            per_source[unit.source] += SourceAccount(len(texts), len(usable), empty, 0, made)
             first_row += len(texts)
             watch.lap("tokenize")
-    return Documents(
-        np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
-    )
+    skipped = sum(source.empty for source in per_source)
+    arrays_D = (np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows))
+    return Documents(*arrays_D, skipped, Account(tuple(per_source), tuple(skips)))
 
 
 def _encode(encode: Encode, texts: list[str], unit: UnitSpec, rows: IntArray) -> tuple[TokenArray, IntArray]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ingest.account import Bad
 from ingest.config import SourceConfig
 from ingest.errors import DataError
 from ingest.packed import PackedFormat, packed_format, tokens_column
@@ -85,8 +86,16 @@ def index_source(
             packed and others are text, or packed in another way.
         StorageError: a file cannot be read.
     """
-    column = source.text_column
-    indexed = list(ticker.count(pool.map(lambda file: _index(storage, file, column), files)))
+    column, skip = source.text_column, source.allowed.skip_files > 0
+    tried = list(ticker.count(pool.map(lambda file: _index_or_skip(storage, file, column, skip), files)))
+    skipped = tuple((file.path, item) for file, item in zip(files, tried, strict=True) if isinstance(item, str))
+    indexed = [item for item in tried if not isinstance(item, str)]
+    if not indexed:
+        path, reason = skipped[0]
+        raise DataError(
+            f"source {source.name} must hold a file that can be read; got {len(files)} that cannot, the first is "
+            f"{path}: {reason}"
+        )
     packed = _one_format(source.name, indexed)
     full = [item for item in indexed if item.rows]
     if not full:
@@ -94,11 +103,13 @@ def index_source(
     spread = (
         full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
     )
-    samples = [] if packed else list(pool.map(lambda item: _sample(storage, item, column), spread))
+    skip = source.allowed.skip_rows > 0
+    samples = [] if packed else list(pool.map(lambda item: _sample(storage, item, column, skip), spread))
     tokens_per_mib = 0 if packed else _tokens_per_mib(samples, encode)
     warnings = []
-    if len(full) < len(files):
-        warnings.append(f"{len(files) - len(full)} of {len(files)} files hold no rows")
+    if len(full) < len(indexed):
+        warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
+    warnings += [f"skipped {path}: {reason}" for path, reason in skipped]
     if tokens_per_mib is None:
         warnings.append(f"no text in the first documents of {len(spread)} files; sizes are guesses")
     return SourceManifest(
@@ -111,7 +122,33 @@ def index_source(
         tokens_per_mib=_TOKENS_PER_MIB_WITHOUT_TEXT if tokens_per_mib is None else tokens_per_mib,
         warnings=tuple(warnings),
         packed=packed,
+        skipped=skipped,
     )
+
+
+def require_files(source: SourceManifest, settings: SourceConfig) -> None:
+    """Refuses a manifest that leaves out more files than ``on_error`` allows.
+
+    Raises:
+        DataError: names the first of them and why it cannot be read.
+    """
+    allowed = settings.allowed.files(len(source.files) + len(source.skipped))
+    if len(source.skipped) > allowed:
+        path, reason = source.skipped[0]
+        raise DataError(
+            f"source {source.name}: on_error.skip_files must cover the files that cannot be read; got "
+            f"{len(source.skipped)}, {allowed} allowed, the first is {path}: {reason}"
+        )
+
+
+def _index_or_skip(storage: Storage, file: FileInfo, column: str, skip: bool) -> _Indexed | str:
+    """What is known of a file, or why it cannot be read."""
+    try:
+        return _index(storage, file, column)
+    except DataError as error:
+        if not skip:
+            raise
+        return str(error).removeprefix(file.path).lstrip(" :")
 
 
 def _index(storage: Storage, file: FileInfo, column: str) -> _Indexed:
@@ -146,7 +183,7 @@ def _kind(packed: PackedFormat | None) -> str:
     return "text" if packed is None else f"packed rows ({json.dumps(packed.to_plain())})"
 
 
-def _sample(storage: Storage, item: _Indexed, column: str) -> list[str]:
+def _sample(storage: Storage, item: _Indexed, column: str, skip: bool) -> list[str]:
     """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
     texts: list[str] = []
     left = _SAMPLE_BYTES
@@ -158,8 +195,11 @@ def _sample(storage: Storage, item: _Indexed, column: str) -> list[str]:
         item.entry.content,
         batch_rows=16,
         request_bytes=_SAMPLE_REQUEST_BYTES,
+        skip=skip,
     )
     for array in arrays:
+        if isinstance(array, Bad):
+            continue
         for text in array.drop_null().to_pylist():
             data = text.encode()[:left]
             texts.append(data.decode(errors="ignore"))

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from ingest.account import Bad
 from ingest.errors import DataError
 from ingest.retry import one_line
 from ingest.storage import Storage
@@ -119,7 +120,8 @@ def read_documents(
     *,
     batch_rows: int = 256,
     request_bytes: int | None = None,
-) -> Iterator[pa.LargeStringArray]:
+    skip: bool = False,
+) -> Iterator[pa.LargeStringArray | Bad]:
     """Yields the documents of one row group in order; a null stays null.
 
     The footer is read and compared when a file is met first; while it is among the last 32, only its size is compared.
@@ -133,12 +135,14 @@ def read_documents(
         batch_rows: rows of one array, at most.
         request_bytes: size of one request, to read only the first documents of a large row group; None as described
             at the top.
+        skip: yields ``Bad`` in the place of rows that are not UTF-8, and of all from the first ``batch_rows`` on that
+            cannot be decoded. What a store does not deliver is never skipped, nor a file that changed.
 
     Raises:
-        DataError: the file changed, is damaged, or a document is not UTF-8.
+        DataError: the file changed; or, unless ``skip``, is damaged, or a document is not UTF-8.
         StorageError: the file cannot be opened or read.
     """
-    with storage.open(path) as file, decoding(path, row_group):
+    with storage.open(path) as file:
         metadata = verified(file, path, expect).metadata
         if not 0 <= row_group < metadata.num_row_groups:
             raise DataError(
@@ -146,18 +150,29 @@ def read_documents(
             )
         chunk = metadata.row_group(row_group).column(text_column(metadata, column, path))
         whole = request_bytes is None and chunk.total_compressed_size <= _WHOLE_CHUNK_BYTES
-        reader = pq.ParquetFile(
-            file,
-            metadata=metadata,
-            pre_buffer=whole,
-            buffer_size=0 if whole else request_bytes or _STREAM_BYTES,
-            page_checksum_verification=True,
-        )
-        first, mean_bytes = 0, chunk.total_uncompressed_size // max(1, metadata.row_group(row_group).num_rows)
+        num_rows, first = metadata.row_group(row_group).num_rows, 0
+        mean_bytes = chunk.total_uncompressed_size // max(1, num_rows)
         batch_rows = max(1, min(batch_rows, _BATCH_BYTES // max(1, mean_bytes)))
-        for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=[column], use_threads=False):
-            yield _as_text(batch, column, f"{path}: row group {row_group}", first)
-            first += batch.num_rows
+        buffer_bytes = 0 if whole else request_bytes or _STREAM_BYTES
+        try:
+            with decoding(path, row_group):
+                reader = pq.ParquetFile(
+                    file,
+                    metadata=metadata,
+                    pre_buffer=whole,
+                    buffer_size=buffer_bytes,
+                    page_checksum_verification=True,
+                )
+                batches = reader.iter_batches(batch_rows, row_groups=[row_group], columns=[column], use_threads=False)
+                for batch in batches:
+                    yield from _as_text(batch, column, f"{path}: row group {row_group}", first, skip)
+                    first += batch.num_rows
+                if first != num_rows:
+                    raise pa.ArrowInvalid(f"{first} rows of {num_rows}")
+        except UndecodableError as error:
+            if not skip:
+                raise
+            yield Bad(first, num_rows - first, error.reason)
 
 
 def verified(file: Any, path: str, expect: tuple[int, str] | None) -> Footer:
@@ -234,27 +249,55 @@ def _holds_text(kind: pa.DataType) -> bool:
     return bool(text or data or types.is_null(value))
 
 
-def _as_text(batch: pa.RecordBatch, column: str, where: str, first_row: int) -> pa.LargeStringArray:
-    """A batch's only column as large_string, checked to be UTF-8, which Parquet readers do not do."""
+def _as_text(
+    batch: pa.RecordBatch, column: str, where: str, first_row: int, skip: bool
+) -> Iterator[pa.LargeStringArray | Bad]:
+    """A batch's only column as large_string, checked to be UTF-8, which Parquet readers do not do.
+
+    Rows that are not are refused, or cut out and named.
+    """
     array = batch.column(0)
     if pa.types.is_struct(array.type):
         array = pc.struct_field(array, column.split(".")[1:])
-    try:
-        text = array.cast(pa.large_string())
-        text.validate(full=True)
-    except pa.ArrowInvalid as error:
-        row = first_row + _first_invalid(array)
-        raise DataError(f"{where}, row {row} must be UTF-8; {one_line(error)}: mend it or leave it out") from error
+    done = 0
+    while done < len(array):
+        rest = array.slice(done)
+        try:
+            yield _utf8(rest)
+            return
+        except pa.ArrowInvalid as error:
+            bad = _first_invalid(rest)
+            if not skip:
+                what = f"{where}, row {first_row + done + bad} must be UTF-8; {one_line(error)}"
+                raise DataError(f"{what}: mend it, leave it out, or set on_error") from error
+            if bad:
+                yield _utf8(rest.slice(0, bad))
+            yield Bad(first_row + done + bad, 1, "not UTF-8")
+            done += bad + 1
+
+
+def _utf8(array: pa.Array) -> pa.LargeStringArray:
+    text = array.cast(pa.large_string())
+    text.validate(full=True)
     return text
 
 
 def _first_invalid(array: pa.Array) -> int:
+    """The first row that is not UTF-8; pyarrow says that there is one, not which."""
     for row, value in enumerate(array.cast(pa.large_binary()).to_pylist()):
         try:
             (value or b"").decode()
         except UnicodeDecodeError:
             return row
-    return 0
+    raise AssertionError("validate found a row that decode accepts")
+
+
+class UndecodableError(DataError):
+    """A row group that pyarrow refuses; ``reason`` is what it says."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @contextlib.contextmanager
@@ -269,6 +312,6 @@ def decoding(path: str, row_group: int) -> Iterator[None]:
     except pa.ArrowMemoryError:
         raise
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file"
-        ) from error
+        reason = one_line(error)
+        message = f"{path}: row group {row_group} cannot be decoded; {reason}: restore the file, or set on_error"
+        raise UndecodableError(message, reason) from error

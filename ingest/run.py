@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ingest.account import MAX_SKIPS, Account, Bad, Skip
 from ingest.config import IngestConfig
-from ingest.errors import ResumeError
+from ingest.errors import DataError, ResumeError
+from ingest.index import require_files
 from ingest.manifest import Manifest, find_manifest, load_manifest
 from ingest.metrics import Stopwatch
 from ingest.packed import PackedFormat, PackedRows, read_packed
@@ -45,7 +47,8 @@ class Maker:
 
     def _read(self, unit: UnitSpec, column: str) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)
-        return read_documents(self.storage, unit.path, unit.row_group, column, expect)
+        skip = any(self.settings.skips) and self.settings.skips[unit.source]
+        return read_documents(self.storage, unit.path, unit.row_group, column, expect, skip=skip)
 
     def _read_packed(self, unit: UnitSpec) -> PackedRows:
         form, expect = (self.settings.sequence_length, self.settings.token_dtype), (unit.size_bytes, unit.footer_hash)
@@ -82,7 +85,8 @@ class Run:
             config, storage, tokenizer.encode, progress, rebuild=rebuild, tokenizer=tokenizer.sha256
         )
         run = cls(config, storage, tokenizer, manifest)
-        for source in manifest.sources:
+        for source, settings in zip(manifest.sources, config.sources, strict=True):
+            require_files(source, settings)
             if source.packed is not None:
                 source.packed.require(run.packed_format, source.files[0].path)
         tokenizer.verify(run.first_documents())
@@ -98,11 +102,13 @@ class Run:
                 continue
             unit, column = source.unit(0), settings.text_column
             expect = (unit.size_bytes, unit.footer_hash)
+            skip = settings.allowed.skip_rows > 0
             documents = read_documents(
-                self.storage, unit.path, unit.row_group, column, expect, batch_rows=64, request_bytes=1 << 18
+                self.storage, unit.path, unit.row_group, column, expect, batch_rows=64, request_bytes=1 << 18, skip=skip
             )
             left = VERIFY_CHARS
-            for text in next(documents).to_pylist():
+            first = next(documents)
+            for text in () if isinstance(first, Bad) else first.to_pylist():
                 if text and left > 0:
                     texts.append(text[:left])
                     left -= len(text)
@@ -165,6 +171,7 @@ class Run:
             eos_id=self.tokenizer.eos_id,
             token_dtype=str(self.tokenizer.token_dtype),
             strategy=config.packing.strategy,
+            skips=tuple(source.allowed.skip_rows > 0 for source in config.sources),
         )
         return Maker(settings, self.tokenizer, self.storage)
 
@@ -203,7 +210,34 @@ class Run:
 
     def start(self) -> Position:
         """The position before the first step."""
-        return Position.start(self.plan.start(), self.fingerprint)
+        skips = [
+            Skip.of(index, path, -1, Bad(0, 0, reason))
+            for index, source in enumerate(self.manifest.sources)
+            for path, reason in source.skipped
+        ]
+        account = Account((), tuple(skips[:MAX_SKIPS]), len(skips))
+        return Position.start(self.plan.start(), self.fingerprint, account)
+
+    def check(self, position: Position) -> None:
+        """Ends the run where more rows were skipped than ``on_error`` allows; the same on every rank.
+
+        Args:
+            position: any; skips are booked at the end of their window.
+
+        Raises:
+            DataError: names the source, the rows and the first of them.
+        """
+        account, cursors = position.counts.account, position.cursors.sources
+        for index, (counted, cursor) in enumerate(zip(account.sources, cursors, strict=bool(account.sources))):
+            source, settings = self.manifest.sources[index], self.config.sources[index]
+            passes, allowed = cursor.epoch + 1, settings.allowed.rows(int(source.unit_rows.sum()))
+            if counted.bad > allowed * passes:
+                first = next((str(skip) for skip in account.skips if skip.source == index), "none recorded")
+                raise DataError(
+                    f"source {source.name}: on_error.skip_rows must cover the rows that cannot be read; got "
+                    f"{counted.bad} in pass {passes}, {allowed} a pass allowed, the first is {first}: mend the "
+                    "files, or raise it and resume"
+                )
 
     def require(self, position: Position) -> None:
         """Refuses a position of other data or settings.
