@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from ingest.account import Bad
 from ingest.columns import texts
 from ingest.parquet import read_documents
 from ingest.run import Run
@@ -81,7 +82,8 @@ def _read(run: Run) -> tuple[list[list[str]], float]:
             info = run.manifest.sources[unit.source].unit(unit.number)
             columns = run.config.sources[unit.source].columns
             began = time.perf_counter()
-            arrays = list(read_documents(run.storage, info.path, info.row_group, columns))
+            read = read_documents(run.storage, info.path, info.row_group, columns, skip=True)
+            arrays = [item for item in read if not isinstance(item, Bad)]
             spent += time.perf_counter() - began
             size += sum(array.nbytes for array in arrays)
             for text in (text for array in arrays for text in texts(array)):

@@ -237,7 +237,8 @@ def conversation(row: Any, index: int) -> list[dict[str, str]]:
             value = message and message.get(name)
             if not isinstance(value, str):
                 rule = f"message {turn} must have a {name} that is text"
-                raise DocumentError(f"{rule}; got {value if message else message!r}: mend it or leave it out", index)
+                got = repr(value if message else message)
+                raise DocumentError(f"{rule}; got {got}: mend it or leave it out", index, skippable=True)
     return list(row)
 
 

@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
     sample = command("sample", _sample, "Write a small real corpus, a tokenizer and a run.yaml, offline.", config=False)
     sample.add_argument("directory", metavar="DIR", type=Path)
+    sample.add_argument("--packages", action="store_true", help="take the text of all installed packages too")
+    sample.add_argument("--vocab-size", type=int, default=8192, metavar="V", help="ids of the tokenizer (default 8192)")
     command("index", _index, "Build and store the manifest; print files, rows, bytes and estimated tokens.")
     plan = command("plan", _plan, "Print windows, steps, padding and what the run demands, before any GPU is booked.")
     plan.add_argument(
@@ -118,7 +120,9 @@ def _words(value: Any) -> str:
 def _sample(options: Any) -> None:
     from ingest.sample import write_sample
 
-    paths = write_sample(options.directory, progress=_progress(options))
+    paths = write_sample(
+        options.directory, vocab_size=options.vocab_size, packages=options.packages, progress=_progress(options)
+    )
     next_step = f"ingest stream {paths.config}"
     _print(options, {"config": str(paths.config), "corpus": str(paths.corpus), "next": next_step})
 

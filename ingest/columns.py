@@ -6,8 +6,8 @@
     prompt     two       struct<prompt, response> of large_string   null or empty response
     tokens     one       list of integers                           null or empty
 
-Guarantees: text is valid UTF-8. Of a message only role and content are read. Cost: nothing is copied but text that is
-not large_string yet.
+Guarantees: what comes out is valid UTF-8. Of a message only role and content are read. Cost: nothing is copied but text
+that is not large_string yet.
 """
 
 from __future__ import annotations
@@ -79,39 +79,43 @@ class Columns:
             found += mine
         return found
 
-    def rows(self, batch: pa.RecordBatch, where: str, first_row: int) -> pa.Array:
-        """The documents of a batch, one a row; see the top.
-
-        Raises:
-            DataError: text is not UTF-8; the message begins with ``where`` and the row, counted from ``first_row``.
-        """
+    def raw(self, batch: pa.RecordBatch) -> pa.Array:
+        """The documents of a batch as they were read, one a row."""
         if self.kind == "prompt":
-            texts = [as_text(batch.column(name), where, first_row) for name in self.names]
-            return pa.StructArray.from_arrays(texts, list(SETTINGS["prompt"]))
+            return pa.StructArray.from_arrays([batch.column(name) for name in self.names], list(SETTINGS["prompt"]))
         array = batch.column(0)
-        if self.kind == "messages":
-            try:
-                array.validate(full=True)
-            except pa.ArrowInvalid as error:
-                row = first_row + next((row for row in range(len(array)) if not _decodes(array[row])), 0)
-                raise DataError(
-                    f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out"
-                ) from error
+        if self.kind == "text" and pa.types.is_struct(array.type):  # doc.text is a field of a struct
+            array = pc.struct_field(array, self.names[0].split(".")[1:])
         return array
 
+    def checked(self, raw: pa.Array) -> pa.Array:
+        """The same as the types at the top.
 
-def as_text(array: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
-    """An array as large_string, checked to be UTF-8, which Parquet readers do not do.
+        Raises:
+            pyarrow.ArrowInvalid: text is not UTF-8.
+        """
+        if self.kind == "text":
+            return _utf8(raw)
+        if self.kind == "prompt":
+            return pa.StructArray.from_arrays([_utf8(raw.field(index)) for index in (0, 1)], list(SETTINGS["prompt"]))
+        if self.kind == "messages":
+            raw = raw.take(pa.array(np.arange(len(raw))))  # validate looks at all that lies behind a slice of lists
+            raw.validate(full=True)
+        return raw
 
-    Raises:
-        DataError: it is not; the message begins with ``where`` and the row, counted from ``first_row``.
-    """
-    try:
-        text = array.cast(pa.large_string())
-        text.validate(full=True)
-    except pa.ArrowInvalid as error:
-        row = first_row + _first_invalid(array)
-        raise DataError(f"{where}, row {row} must be UTF-8; {_one_line(error)}: mend it or leave it out") from error
+    def first_invalid(self, raw: pa.Array) -> int:
+        """The first row that is not UTF-8; pyarrow says that there is one, not which."""
+        for row in range(len(raw)):
+            try:
+                self.checked(raw.slice(row, 1))
+            except pa.ArrowInvalid:
+                return row
+        raise AssertionError("validate found a row that decode accepts")
+
+
+def _utf8(array: pa.Array) -> pa.LargeStringArray:
+    text = array.cast(pa.large_string())
+    text.validate(full=True)
     return text
 
 
@@ -144,10 +148,6 @@ def texts(rows: pa.Array) -> list[str]:
     return [message["content"] for message in messages if message["content"]]
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".: ")
-
-
 def _filled(lengths: pa.Array) -> npt.NDArray[np.int64]:
     return np.asarray(pc.fill_null(lengths, 0)).astype(np.int64)
 
@@ -172,20 +172,3 @@ def _holds_tokens(kind: pa.DataType) -> bool:
 
 
 _FITS = {"messages": _holds_messages, "prompt": holds_text, "tokens": _holds_tokens}
-
-
-def _decodes(row: pa.Scalar) -> bool:
-    try:
-        row.as_py()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _first_invalid(array: pa.Array) -> int:
-    for row, value in enumerate(array.cast(pa.large_binary()).to_pylist()):
-        try:
-            (value or b"").decode()
-        except UnicodeDecodeError:
-            return row
-    return 0

@@ -31,6 +31,36 @@ def _require(holds: bool, rule: str, value: object, step: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnErrorConfig:
+    """How much of a source may be left out because it cannot be read; what is more ends the run.
+
+    Args:
+        skip_rows: rows a pass, on average, that are not UTF-8 or lie where a row group cannot be decoded.
+        skip_files: files that are not Parquet, damaged, or without the text column when the manifest is made.
+
+    Both from 1 on are numbers, below 1 shares of the source.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    skip_rows: float = 0.0
+    skip_files: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("skip_rows", self.skip_rows), ("skip_files", self.skip_files)):
+            rule = f"on_error.{name} must be a number from 1 on, a share from 0 to 1, or 0"
+            _require(value >= 0 and (value < 1 or float(value).is_integer()), rule, value, "try 0.001")
+
+    def rows(self, of: int) -> int:
+        """The rows a pass of a source of so many."""
+        return int(self.skip_rows if self.skip_rows >= 1 else self.skip_rows * of)
+
+    def files(self, of: int) -> int:
+        """The files of a source of so many."""
+        return int(self.skip_files if self.skip_files >= 1 else self.skip_files * of)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """A named set of Parquet files and its share of the tokens.
 
@@ -46,6 +76,8 @@ class SourceConfig:
         fim: fill-in-the-middle on the text of this source.
         weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
             large as the source is.
+        on_error: ``raise`` ends the run at the first row or file that cannot be read; ``{skip_rows: 100, skip_files:
+            0.01}`` goes on without it, counts and records it. It may differ at a resume.
     """
 
     __pydantic_config__ = _STRICT
@@ -60,6 +92,7 @@ class SourceConfig:
     transform: str | None = None
     fim: FimConfig | None = None
     weight: float | None = None
+    on_error: Literal["raise"] | OnErrorConfig = "raise"
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "sources.name must not be empty", repr(self.name), "name every source")
@@ -97,6 +130,11 @@ class SourceConfig:
     def plain(self) -> bool:
         """Whether its documents are text that is tokenized as it is."""
         return self.columns.kind == "text" and self.transform is None and self.fim is None
+
+    @property
+    def allowed(self) -> OnErrorConfig:
+        """What may be left out, nothing where ``on_error`` is ``raise``."""
+        return OnErrorConfig() if self.on_error == "raise" else self.on_error
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -388,8 +426,11 @@ def _rebase(config: IngestConfig, base: Path) -> IngestConfig:
 
 def _first_problem(error: ValidationError) -> str:
     """One line for pydantic's first complaint: the key's path, the rule, the value, and the nearest known key."""
-    problem = error.errors(include_url=False)[0]
-    where = [part for part in problem["loc"] if not str(part).startswith(("tuple[", "literal["))]
+    problems = error.errors(include_url=False)
+    word = problems[0]["type"] == "literal_error" and isinstance(problems[0]["input"], dict)  # meant for the next one
+    problem = problems[min(word, len(problems) - 1)]
+    members = ("tuple[", "literal[", "OnErrorConfig")
+    where = [part for part in problem["loc"] if not str(part).startswith(members)]
     where = where[:-1] if where[-1:] in (["str"], ["int"]) else where  # which member of a union was tried first
     key = ".".join(map(str, where)) or "config"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -404,6 +445,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 _OWNERS: tuple[type, ...] = (
-    IngestConfig, SourceConfig, FimConfig, StorageConfig, TokenizerConfig, PackingConfig, ShuffleConfig,
+    IngestConfig, SourceConfig, FimConfig, OnErrorConfig, StorageConfig, TokenizerConfig, PackingConfig,
+    ShuffleConfig,
     ResourcesConfig,
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """The rows of a window's units to tokenized documents, with the next units' bytes on their way meanwhile.
 
 Memory: the tokens, and the arrays that ``UNITS_AHEAD`` and ``ARRAYS_AHEAD`` allow. Rows without text (null or empty) or
-without tokens, and those that an encoder drops, are skipped and counted.
+without tokens, and those that an encoder drops, are skipped and counted, and so are those that cannot be read where the
+source allows it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ingest.account import MAX_SKIPS, Account, Bad, Skip, SourceAccount
 from ingest.columns import Columns, sizes
 from ingest.errors import DataError
 from ingest.metrics import Stopwatch
@@ -29,7 +31,7 @@ ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, littl
 
 Encode = Callable[[pa.Array, UnitSpec, IntArray], tuple[TokenArray, IntArray]]
 """Rows that hold something, their unit and their numbers in it, to all tokens and those of each; 0 drops a row."""
-Read = Callable[[UnitSpec, Columns], Iterator[pa.Array]]
+Read = Callable[[UnitSpec, Columns], Iterator[pa.Array | Bad]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Documents:
         unit_D: int64 [D], index into the window's units.
         row_D: int64 [D], row in its row group.
         skipped: rows without text.
+        account: of the rows that were read.
     """
 
     tokens: TokenArray
@@ -49,6 +52,7 @@ class Documents:
     unit_D: IntArray
     row_D: IntArray
     skipped: int
+    account: Account
 
 
 class UnitTexts:
@@ -58,7 +62,7 @@ class UnitTexts:
         self._read = read
         self._settings = settings
         self._left = deque((index, unit) for index, unit in enumerate(spec.units) if not unit.packed)
-        self._begun: deque[tuple[int, ReadAhead[pa.Array]]] = deque()
+        self._begun: deque[tuple[int, ReadAhead[pa.Array | Bad]]] = deque()
         self._begin()
 
     def _begin(self) -> None:
@@ -67,7 +71,7 @@ class UnitTexts:
             arrays = self._read(unit, self._settings.columns[unit.source])
             self._begun.append((index, ReadAhead(arrays, ARRAYS_AHEAD, "ingest-read")))
 
-    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array]]]:
+    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array | Bad]]]:
         while self._begun:
             yield self._begun[0]
             self._begun.popleft()
@@ -89,28 +93,37 @@ def tokenize(
     """
     tokens: list[npt.NDArray[Any]] = [np.zeros(0, settings.token_dtype)]
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
-    skipped = 0
+    per_source = [SourceAccount() for _ in settings.columns]
+    skips: list[Skip] = []
     for index, arrays in units_texts:
         unit, first_row = spec.units[index], 0
+        skip = bool(settings.skips) and settings.skips[unit.source]
         for array in arrays:
             watch.lap("read")
-            skipped += len(array)
-            for flat, counts, numbers in encode_rows(array, unit, first_row, encode):
+            counted = SourceAccount()
+            for part in (array,) if isinstance(array, Bad) else encode_rows(array, unit, first_row, encode, skip):
+                if isinstance(part, Bad):
+                    skips += [Skip.of(unit.source, unit.path, unit.row_group, part)] * (len(skips) < MAX_SKIPS)
+                    counted += SourceAccount(read=part.num_rows, bad=part.num_rows)
+                    continue
+                flat, counts, numbers = part
                 tokens.append(flat)
                 lengths.append(counts)
                 units.append(np.full(len(counts), index, np.int64))
                 rows.append(numbers)
-                skipped -= len(counts)
-            first_row += len(array)
+                counted += SourceAccount(read=len(counts), documents=len(counts), tokens=len(flat))
+            empty = 0 if isinstance(array, Bad) else len(array) - counted.read
+            per_source[unit.source] += counted + SourceAccount(read=empty, empty=empty)
+            first_row += counted.read + empty
             watch.lap("tokenize")
-    return Documents(
-        np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows), skipped
-    )
+    skipped = sum(source.empty for source in per_source)
+    arrays_D = (np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows))
+    return Documents(*arrays_D, skipped, Account(tuple(per_source), tuple(skips)))
 
 
 def encode_rows(
-    array: pa.Array, unit: UnitSpec, first_row: int, encode: Encode
-) -> Iterator[tuple[TokenArray, IntArray, IntArray]]:
+    array: pa.Array, unit: UnitSpec, first_row: int, encode: Encode, skip: bool = False
+) -> Iterator[tuple[TokenArray, IntArray, IntArray] | Bad]:
     """Encodes the rows of an array that hold something, about ``ENCODE_BYTES`` of text at once.
 
     Args:
@@ -118,6 +131,7 @@ def encode_rows(
         unit: where they come from.
         first_row: number of the first one in its row group.
         encode: of the unit's source.
+        skip: yields ``Bad`` in the place of a row whose content breaks a rule.
 
     Yields:
         Tokens, their number for each row, the rows' numbers; rows that were dropped are left out.
@@ -125,13 +139,19 @@ def encode_rows(
     Raises:
         DataError: a document is refused; the message names file, row group and row.
     """
-    for some in _chunks(sizes(array)):
+    left = deque(_chunks(sizes(array)))
+    while left:
+        some = left.popleft()
         numbers = some + first_row
         try:
             flat, counts = encode(array.take(pa.array(some)), unit, numbers)
         except DocumentError as error:
-            where = f"{unit.path} row group {unit.row_group} row {numbers[error.index]}"
-            raise DataError(f"{where}: {error}") from None
+            row = int(numbers[error.index])
+            if not (skip and error.skippable):
+                raise DataError(f"{unit.path} row group {unit.row_group} row {row}: {error}") from None
+            yield Bad(row, 1, str(error))
+            left.extendleft([rest] if len(rest := np.delete(some, error.index)) else [])
+            continue
         kept = counts > 0
         yield (flat, counts, numbers) if kept.all() else (flat, counts[kept], numbers[kept])
 

@@ -153,6 +153,22 @@ class _Progress:
             self._say(f"step {now.step}: {now.tokens:,} tokens, window {now.window}, {elapsed:.0f} s")
 
 
+def describe_account(run: Run, end: Position) -> dict[str, Any]:
+    """What became of every row since the run began, by source, and the first skips in words.
+
+    Rows ``read`` are ``documents``, ``empty`` and ``bad`` ones, and all ``tokens`` made of them are ``trained_tokens``
+    at a window's end. Inside a window, whose account is booked at its end, trained tokens are ahead.
+    """
+    names, account = [source.name for source in run.config.sources], end.counts.account
+    by_name = account.to_plain(names)["sources"]
+    trained = zip(names, end.counts.source_tokens, strict=True)
+    return {
+        "sources": [{"name": name, **by_name[name], "trained_tokens": tokens} for name, tokens in trained],
+        "skipped_files": account.skipped_files,
+        "skips": [f"{names[skip.source]}: {skip}" for skip in account.skips],
+    }
+
+
 def _figures(run: Run, loaders: list[Loader], start: Position, end: Position, cpu_s: float) -> dict[str, Any]:
     timing = loaders[0].timing
     num_steps, tokens = end.step - start.step, end.tokens - start.tokens
@@ -175,6 +191,7 @@ def _figures(run: Run, loaders: list[Loader], start: Position, end: Position, cp
         "documents": end.counts.documents - start.counts.documents,
         "documents_cut": end.counts.documents_cut - start.counts.documents_cut,
         "skipped_documents": end.counts.skipped - start.counts.skipped,
+        **describe_account(run, end),
         "backend": run.tokenizer.backend_name,
         "position_step": end.step,
         "digest": end.digest,

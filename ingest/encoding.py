@@ -66,7 +66,7 @@ class Text:
         try:
             flat, lengths[kept] = self._encode([text for text in changed if text], unit, numbers[kept])
         except DocumentError as error:
-            raise DocumentError(f"behind transform {self.transform.name}, {error}", int(kept[error.index])) from None
+            raise error.at(int(kept[error.index])) from None
         return flat, lengths
 
     def _encode(self, texts: list[str], unit: UnitSpec, numbers: IntArray) -> Encoded:
@@ -94,7 +94,7 @@ class Messages:
             try:
                 documents.append(self.chat.pieces(messages))
             except ValueError as error:
-                raise DocumentError(f"{error}: mend the row or the template", index) from None
+                raise DocumentError(f"{error}: mend the row or the template", index, skippable=True) from None
         return _encode(self.tokenizer, documents, np.uint32)
 
 
@@ -115,7 +115,8 @@ class Prompt:
         pairs = list(zip(*(rows.field(index).to_pylist() for index in (0, 1)), strict=True))
         for index, (prompt, _) in enumerate(pairs):
             if prompt is None:
-                raise DocumentError("a response must have a prompt; got null: mend the row or leave it out", index)
+                rule = "a response must have a prompt"
+                raise DocumentError(f"{rule}; got null: mend the row or leave it out", index, skippable=True)
         if self.messages is not None:
             turns = ("user", "assistant")
             return self.messages.encode(
@@ -153,7 +154,8 @@ class Tokens:
             row = int(np.searchsorted(ends, place, side="right"))
             rule = f"a token must be an id from 0 to {self.vocab_size - 1}"
             at = place - int(ends[row] - lengths[row])
-            raise DocumentError(f"{rule}; got {column[place]} at {at}: tokenize with this tokenizer", row)
+            step = "tokenize with this tokenizer"
+            raise DocumentError(f"{rule}; got {column[place]} at {at}: {step}", row, skippable=True)
         head = np.zeros(len(rows), np.int64) if self.bos_id is None else ids[ends - lengths] != self.bos_id
         tail = ids[ends - 1] != self.eos_id
         whole = head + lengths + tail

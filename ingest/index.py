@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ingest.account import Bad
 from ingest.columns import Columns
 from ingest.config import SourceConfig
 from ingest.documents import Encode as EncodeRows
@@ -96,8 +97,16 @@ def index_source(
             packed and others are text, or packed in another way.
         StorageError: a file cannot be read.
     """
-    columns = source.columns
-    indexed = list(ticker.count(pool.map(lambda file: _index(storage, file, columns), files)))
+    columns, skip = source.columns, source.allowed.skip_files > 0
+    tried = list(ticker.count(pool.map(lambda file: _index_or_skip(storage, file, columns, skip), files)))
+    skipped = tuple((file.path, item) for file, item in zip(files, tried, strict=True) if isinstance(item, str))
+    indexed = [item for item in tried if not isinstance(item, str)]
+    if not indexed:
+        path, reason = skipped[0]
+        raise DataError(
+            f"source {source.name} must hold a file that can be read; got {len(files)} that cannot, the first is "
+            f"{path}: {reason}"
+        )
     packed = _one_format(source.name, indexed)
     full = [item for item in indexed if item.rows]
     if not full:
@@ -105,15 +114,17 @@ def index_source(
     spread = (
         full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
     )
+    skip = source.allowed.skip_rows > 0
     tokens_per_mib: int | None = 0
     if packed is None and encode_rows is not None:
-        tokens_per_mib = _ratio(pool.map(lambda item: _sample_rows(storage, item, columns, encode_rows), spread))
+        tokens_per_mib = _ratio(pool.map(lambda item: _sample_rows(storage, item, columns, skip, encode_rows), spread))
     elif packed is None:
-        samples = list(pool.map(lambda item: _sample(storage, item, columns), spread))
+        samples = list(pool.map(lambda item: _sample(storage, item, columns, skip), spread))
         tokens_per_mib = _tokens_per_mib(samples, encode)
     warnings = []
-    if len(full) < len(files):
-        warnings.append(f"{len(files) - len(full)} of {len(files)} files hold no rows")
+    if len(full) < len(indexed):
+        warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
+    warnings += [f"skipped {path}: {reason}" for path, reason in skipped]
     if tokens_per_mib is None:
         warnings.append(f"no text in the first documents of {len(spread)} files; sizes are guesses")
     return SourceManifest(
@@ -126,7 +137,33 @@ def index_source(
         tokens_per_mib=_TOKENS_PER_MIB_WITHOUT_TEXT if tokens_per_mib is None else tokens_per_mib,
         warnings=tuple(warnings),
         packed=packed,
+        skipped=skipped,
     )
+
+
+def require_files(source: SourceManifest, settings: SourceConfig) -> None:
+    """Refuses a manifest that leaves out more files than ``on_error`` allows.
+
+    Raises:
+        DataError: names the first of them and why it cannot be read.
+    """
+    allowed = settings.allowed.files(len(source.files) + len(source.skipped))
+    if len(source.skipped) > allowed:
+        path, reason = source.skipped[0]
+        raise DataError(
+            f"source {source.name}: on_error.skip_files must cover the files that cannot be read; got "
+            f"{len(source.skipped)}, {allowed} allowed, the first is {path}: {reason}"
+        )
+
+
+def _index_or_skip(storage: Storage, file: FileInfo, columns: Columns, skip: bool) -> _Indexed | str:
+    """What is known of a file, or why it cannot be read."""
+    try:
+        return _index(storage, file, columns)
+    except DataError as error:
+        if not skip:
+            raise
+        return str(error).removeprefix(file.path).lstrip(" :")
 
 
 def _index(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
@@ -163,7 +200,7 @@ def _kind(packed: PackedFormat | None) -> str:
     return "text" if packed is None else f"packed rows ({json.dumps(packed.to_plain())})"
 
 
-def _sample(storage: Storage, item: _Indexed, columns: Columns) -> list[str]:
+def _sample(storage: Storage, item: _Indexed, columns: Columns, skip: bool) -> list[str]:
     """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
     texts: list[str] = []
     left = _SAMPLE_BYTES
@@ -175,8 +212,11 @@ def _sample(storage: Storage, item: _Indexed, columns: Columns) -> list[str]:
         item.entry.content,
         batch_rows=16,
         request_bytes=_SAMPLE_REQUEST_BYTES,
+        skip=skip,
     )
     for array in arrays:
+        if isinstance(array, Bad):
+            continue
         for text in array.drop_null().to_pylist():
             data = text.encode()[:left]
             texts.append(data.decode(errors="ignore"))
@@ -195,26 +235,24 @@ def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:
     return max(1, ((num_tokens << 20) + num_bytes // 2) // num_bytes)
 
 
-def _sample_rows(storage: Storage, item: _Indexed, columns: Columns, encode_rows: EncodeRows) -> tuple[int, int]:
+def _sample_rows(
+    storage: Storage, item: _Indexed, columns: Columns, skip: bool, encode_rows: EncodeRows
+) -> tuple[int, int]:
     """Tokens of a file's first row group with rows, as its first documents promise, and its bytes."""
-    group, (size_bytes, footer_hash) = item.row_groups[0], item.entry.content
-    unit = UnitSpec(0, 0, item.entry.path, group, size_bytes, footer_hash)
-    arrays = read_documents(
-        storage,
-        item.entry.path,
-        group,
-        columns,
-        item.entry.content,
-        batch_rows=16,
-        request_bytes=_SAMPLE_REQUEST_BYTES,
-    )
+    path, group, (size_bytes, footer_hash) = item.entry.path, item.row_groups[0], item.entry.content
+    unit = UnitSpec(0, 0, path, group, size_bytes, footer_hash)
     rows = tokens = size = 0
-    for array in arrays:
-        tokens += sum(int(counts.sum()) for _, counts, _ in encoded(array, unit, rows, encode_rows))
+    options = {"batch_rows": 16, "request_bytes": _SAMPLE_REQUEST_BYTES}
+    for array in read_documents(storage, path, group, columns, item.entry.content, skip=skip, **options):
+        if isinstance(array, Bad):
+            rows += array.num_rows
+            continue
+        parts = encoded(array, unit, rows, encode_rows, skip)
+        tokens += sum(len(part[0]) for part in parts if not isinstance(part, Bad))
         rows, size = rows + len(array), size + array.nbytes
         if size >= _SAMPLE_BYTES or rows >= _SAMPLE_DOCUMENTS:
             break
-    return tokens * item.rows[0] // rows, item.text_bytes[0]
+    return tokens * item.rows[0] // max(1, rows), item.text_bytes[0]
 
 
 def _ratio(samples: Iterable[tuple[int, int]]) -> int | None:

@@ -10,13 +10,14 @@ Cost: one copy of the rows of a step, and about 50 µs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ingest.errors import ConfigError, DataError, OrderError
+from ingest.plan import Cursors
 from ingest.position import Position
 from ingest.slab import IntArray, Rows, Slab, row_digests
 
@@ -88,7 +89,12 @@ class Step(NamedTuple):
 
 
 def steps(
-    slabs: Iterator[Slab], start: Position, lanes: Lanes, eos_id: int, total_tokens: int | None
+    slabs: Iterator[Slab],
+    start: Position,
+    lanes: Lanes,
+    eos_id: int,
+    total_tokens: int | None,
+    check: Callable[[Position], object] = lambda _: None,
 ) -> Iterator[Step]:
     """Turns a rank's slabs into its steps.
 
@@ -98,6 +104,7 @@ def steps(
         lanes: which rank this is.
         eos_id: fills padding rows.
         total_tokens: stop after the step that reaches it; None goes on to the window marked as the last.
+        check: is given every place before its step, and raises where the stream must end.
 
     Raises:
         OrderError: a slab is missing, repeated or misrouted.
@@ -118,6 +125,7 @@ def steps(
         needed -= taken
         offset = place.offset + taken
         place = replace(place, offset=offset, counts=place.base + slab.prefix.at(offset))
+        check(place)
         if needed == 0:
             place = replace(place, step=place.step + 1)
             yield _joined(parts, place)
@@ -133,13 +141,19 @@ def steps(
         else:
             slab = _next(slabs, place.window + 1, lanes)
             fertile = slab.cursors if slab.prefix.rows else fertile
-            passes = zip(slab.cursors.sources, fertile.sources, strict=True)
-            if total_tokens is not None and all(now.epoch > then.epoch + 1 for now, then in passes):
-                raise DataError(
-                    f"the sources must hold text; got none in a whole pass over each after step {place.step}: "
-                    "check path and text_column"
-                )
+            if total_tokens is not None:
+                _require_text(fertile, slab.cursors, place.step)
             place = replace(place, cursors=slab.cursors, base=place.counts, offset=0)
+
+
+def _require_text(fertile: Cursors, now: Cursors, step: int) -> None:
+    """Ends a stream that would go on for ever: no rows in a whole pass over every source."""
+    passes = zip(now.sources, fertile.sources, strict=True)
+    if all(source.epoch > then.epoch + 1 for source, then in passes):
+        raise DataError(
+            f"the sources must hold text; got none in a whole pass over each after step {step}: "
+            "check path and text_column"
+        )
 
 
 def _next(slabs: Iterator[Slab], ordinal: int, lanes: Lanes) -> Slab:

@@ -134,7 +134,8 @@ class Loader:
         try:
             with contextlib.closing(self._feed()) as feed:
                 eos_id, total_tokens = self.run.tokenizer.eos_id, self.config.total_tokens
-                items = finish(steps(map(self._noted, feed), self._position, self._lanes, eos_id, total_tokens))
+                slabs, check = map(self._noted, feed), self.run.check
+                items = finish(steps(slabs, self._position, self._lanes, eos_id, total_tokens, check))
                 with contextlib.closing(cast("Generator[T, None, None]", items)):
                     while (item := self._timed(items, began)) is not None:
                         self._position = item.position

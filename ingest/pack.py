@@ -1,8 +1,7 @@
 """What ``ingest pack`` does: the rows of a run, written as packed Parquet that a run's sources can name.
 
 The run is made with one lane and one row a step. Then every step is one row, in the order in which a window hands them
-out, and the difference of two positions says what the row holds. It also packs tightest: the slack of a window stays
-below one row.
+out, and the difference of two positions says what the row holds. It also packs tightest: no row is padded for a lane.
 
 Guarantees: a file appears whole or not at all, in object stores too; a directory that holds Parquet is refused before
 anything starts; ``_packed.json``, which names that begin with ``_`` keep out of the sources, is written last, so where

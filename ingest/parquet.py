@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from ingest.columns import Columns, as_text, holds_text
+from ingest.account import Bad
+from ingest.columns import Columns, holds_text
 from ingest.errors import DataError
 from ingest.retry import one_line
 from ingest.storage import Storage
@@ -111,15 +111,13 @@ def text_column(metadata: Any, column: str, path: str) -> int:
     return names.index(column)
 
 
-def find_columns(metadata: Any, columns: Columns | str, path: str) -> list[int]:
-    """The indexes of all leaf columns that documents are read from; a name alone is a text column.
+def find_columns(metadata: Any, columns: Columns, path: str) -> list[int]:
+    """The indexes of all leaf columns that documents are read from.
 
     Raises:
         DataError: as for ``text_column``, or a column is not of the type that its kind needs.
     """
-    if isinstance(columns, Columns) and columns.kind != "text":
-        return columns.leaves(metadata, path)
-    return [text_column(metadata, columns if isinstance(columns, str) else columns.names[0], path)]
+    return [text_column(metadata, columns.names[0], path)] if columns.kind == "text" else columns.leaves(metadata, path)
 
 
 def read_documents(
@@ -131,7 +129,8 @@ def read_documents(
     *,
     batch_rows: int = 256,
     request_bytes: int | None = None,
-) -> Iterator[pa.Array]:
+    skip: bool = False,
+) -> Iterator[pa.Array | Bad]:
     """Yields the documents of one row group in order; a null stays null.
 
     The footer is read and compared when a file is met first; while it is among the last 32, only its size is compared.
@@ -145,34 +144,48 @@ def read_documents(
         batch_rows: rows of one array, at most.
         request_bytes: size of one request, to read only the first documents of a large row group; None as described
             at the top.
+        skip: yields ``Bad`` in the place of rows that are not UTF-8, and of all from the first ``batch_rows`` on that
+            cannot be decoded. What a store does not deliver is never skipped, nor a file that changed.
 
     Raises:
-        DataError: the file changed, is damaged, or a document is not UTF-8.
+        DataError: the file changed; or, unless ``skip``, is damaged, or a document is not UTF-8.
         StorageError: the file cannot be opened or read.
     """
-    with storage.open(path) as file, decoding(path, row_group):
+    columns = Columns("text", (columns,)) if isinstance(columns, str) else columns
+    with storage.open(path) as file:
         metadata = verified(file, path, expect).metadata
         if not 0 <= row_group < metadata.num_row_groups:
             raise DataError(
                 f"{path} has {metadata.num_row_groups} row groups; got {row_group}: run `ingest index` again"
             )
-        group, leaves = metadata.row_group(row_group), find_columns(metadata, columns, path)
-        chunks = [group.column(index) for index in leaves]
+        leaves = find_columns(metadata, columns, path)
+        chunks = [metadata.row_group(row_group).column(index) for index in leaves]
         compressed_bytes = sum(chunk.total_compressed_size for chunk in chunks)
         whole = request_bytes is None and compressed_bytes <= _WHOLE_CHUNK_BYTES
-        reader = pq.ParquetFile(
-            file,
-            metadata=metadata,
-            pre_buffer=whole,
-            buffer_size=0 if whole else request_bytes or _STREAM_BYTES,
-            page_checksum_verification=True,
-        )
-        first, mean_bytes = 0, sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, group.num_rows)
+        num_rows, first = metadata.row_group(row_group).num_rows, 0
+        mean_bytes = sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, num_rows)
         batch_rows = max(1, min(batch_rows, _BATCH_BYTES // max(1, mean_bytes)))
-        names = [metadata.schema.column(index).path for index in leaves]
-        for batch in reader.iter_batches(batch_rows, row_groups=[row_group], columns=names, use_threads=False):
-            yield _rows(batch, columns, f"{path}: row group {row_group}", first)
-            first += batch.num_rows
+        buffer_bytes = 0 if whole else request_bytes or _STREAM_BYTES
+        try:
+            with decoding(path, row_group):
+                reader = pq.ParquetFile(
+                    file,
+                    metadata=metadata,
+                    pre_buffer=whole,
+                    buffer_size=buffer_bytes,
+                    page_checksum_verification=True,
+                )
+                names = [metadata.schema.column(index).path for index in leaves]
+                batches = reader.iter_batches(batch_rows, row_groups=[row_group], columns=names, use_threads=False)
+                for batch in batches:
+                    yield from _rows(batch, columns, f"{path}: row group {row_group}", first, skip)
+                    first += batch.num_rows
+                if first != num_rows:
+                    raise pa.ArrowInvalid(f"{first} rows of {num_rows}")
+        except UndecodableError as error:
+            if not skip:
+                raise
+            yield Bad(first, num_rows - first, error.reason)
 
 
 def verified(file: Any, path: str, expect: tuple[int, str] | None) -> Footer:
@@ -241,13 +254,35 @@ def _type_of(schema: pa.Schema, column: str) -> pa.DataType:
     return kind
 
 
-def _rows(batch: pa.RecordBatch, columns: Columns | str, where: str, first_row: int) -> pa.Array:
-    if isinstance(columns, Columns) and columns.kind != "text":
-        return columns.rows(batch, where, first_row)
-    array, name = batch.column(0), columns if isinstance(columns, str) else columns.names[0]
-    if pa.types.is_struct(array.type):
-        array = pc.struct_field(array, name.split(".")[1:])
-    return as_text(array, where, first_row)
+def _rows(batch: pa.RecordBatch, columns: Columns, where: str, first_row: int, skip: bool) -> Iterator[pa.Array | Bad]:
+    """The documents of a batch, their text checked to be UTF-8, which Parquet readers do not do.
+
+    Rows that are not are refused, or cut out and named.
+    """
+    array = columns.raw(batch)
+    done = 0
+    while done < len(array):
+        rest = array.slice(done)
+        try:
+            yield columns.checked(rest)
+            return
+        except pa.ArrowInvalid as error:
+            bad = columns.first_invalid(rest)
+            if not skip:
+                what = f"{where}, row {first_row + done + bad} must be UTF-8; {one_line(error)}"
+                raise DataError(f"{what}: mend it, leave it out, or set on_error") from error
+            if bad:
+                yield columns.checked(rest.slice(0, bad))
+            yield Bad(first_row + done + bad, 1, "not UTF-8")
+            done += bad + 1
+
+
+class UndecodableError(DataError):
+    """A row group that pyarrow refuses; ``reason`` is what it says."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @contextlib.contextmanager
@@ -262,6 +297,6 @@ def decoding(path: str, row_group: int) -> Iterator[None]:
     except pa.ArrowMemoryError:
         raise
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: row group {row_group} cannot be decoded; {one_line(error)}: restore the file"
-        ) from error
+        reason = one_line(error)
+        message = f"{path}: row group {row_group} cannot be decoded; {reason}: restore the file, or set on_error"
+        raise UndecodableError(message, reason) from error

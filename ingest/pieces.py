@@ -25,14 +25,24 @@ class DocumentError(DataError):
     Args:
         message: what is wrong and what to do.
         index: place of the document in the batch, from 0.
+        skippable: the fault is the row's own, so ``on_error`` may leave it out.
     """
 
-    def __init__(self, message: str, index: int) -> None:
+    def __init__(self, message: str, index: int, *, skippable: bool = False) -> None:
         super().__init__(message)
         self.index = index
+        self.skippable = skippable
 
-    def __reduce__(self) -> tuple[type[DocumentError], tuple[str, int]]:
-        return type(self), (str(self), self.index)  # the default would forget the index
+    def at(self, index: int) -> DocumentError:
+        """The same fault of the document in another place."""
+        return DocumentError(str(self), index, skippable=self.skippable)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _document_error, (str(self), self.index, self.skippable)  # the default would forget the place
+
+
+def _document_error(message: str, index: int, skippable: bool) -> DocumentError:
+    return DocumentError(message, index, skippable=skippable)
 
 
 class Piece(NamedTuple):
@@ -64,7 +74,7 @@ def encode_pieces(
     try:
         encoded = iter(encode([str(pieces[place].content) for place in places]))
     except DocumentError as error:
-        raise DocumentError(str(error), owners[places[error.index]]) from None
+        raise error.at(owners[places[error.index]]) from None
     arrays = [np.zeros(0, dtype)]
     for piece in pieces:
         ids = next(encoded) if isinstance(piece.content, str) else np.array([piece.content])

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ingest.account import NOTHING, Account
 from ingest.errors import ResumeError
 from ingest.plan import Cursors
 from ingest.slab import Counts, Prefix, cursors_from_json, cursors_to_json
@@ -47,9 +48,9 @@ class Position:
     fingerprint: Fingerprint
 
     @classmethod
-    def start(cls, cursors: Cursors, fingerprint: Fingerprint) -> Position:
-        """The position before the first step."""
-        nothing = Counts.zero(len(cursors.sources))
+    def start(cls, cursors: Cursors, fingerprint: Fingerprint, account: Account = NOTHING) -> Position:
+        """The position before the first step; ``account`` names the files that the manifest leaves out."""
+        nothing = replace(Counts.zero(len(cursors.sources)), account=account)
         return cls(0, 0, cursors, nothing, nothing, fingerprint)
 
     @property
@@ -131,7 +132,10 @@ class Position:
         """Whether the counts can be those of one stream of these sources."""
         num_sources = len(self.fingerprint["sources"])
         fits = len(self.cursors.sources) == num_sources and self.padding >= 0
-        return fits and all(counts.tokens == sum(counts.source_tokens) for counts in (self.base, self.counts))
+        return fits and all(
+            counts.tokens == sum(counts.source_tokens) and counts.account.balanced
+            for counts in (self.base, self.counts)
+        )
 
     def to_json(self) -> str:
         """Indented JSON."""
@@ -204,6 +208,7 @@ def _counts_to_json(counts: Counts, names: list[str]) -> dict[str, Any]:
         "skipped": counts.skipped,
         "source_tokens": dict(zip(names, counts.source_tokens, strict=True)),
         "digest": format(counts.digest, "016x"),
+        "account": counts.account.to_plain(names),
     }
 
 
@@ -221,7 +226,8 @@ def _counts_from_json(value: Any, names: list[str]) -> Counts:
     tokens, documents, cut, skipped = (
         _natural(value[name]) for name in ("tokens", "documents", "documents_cut", "skipped")
     )
-    return Counts(tokens, documents, cut, skipped, per_source, int(digest, 16))
+    account = Account.from_plain(value["account"], names)
+    return Counts(tokens, documents, cut, skipped, per_source, int(digest, 16), account)
 
 
 def _cursors_from_json(value: Any) -> Cursors:

@@ -39,9 +39,7 @@ class Traffic:
     retries: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.requests + other.requests, self.read_bytes + other.read_bytes, self.retries + other.retries
-        )
+        return Traffic(self.requests + other.requests, self.read_bytes + other.read_bytes, self.retries + other.retries)
 
     def __sub__(self, other: Traffic) -> Traffic:
         return self + Traffic(-other.requests, -other.read_bytes, -other.retries)

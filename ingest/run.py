@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ingest.account import MAX_SKIPS, Account, Bad, Skip
 from ingest.columns import Columns
 from ingest.columns import texts as texts_of
 from ingest.config import IngestConfig
 from ingest.encoding import Encoded, Encoder, IntArray, SourceEncoder, source_encoders
-from ingest.errors import ConfigError, ResumeError
+from ingest.errors import ConfigError, DataError, ResumeError
+from ingest.index import require_files
 from ingest.manifest import Manifest, find_manifest, load_manifest
 from ingest.metrics import Stopwatch
 from ingest.packed import PackedFormat, PackedRows, read_packed
@@ -54,7 +56,8 @@ class Maker:
 
     def _read(self, unit: UnitSpec, columns: Columns) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)
-        return read_documents(self.storage, unit.path, unit.row_group, columns, expect)
+        skip = any(self.settings.skips) and self.settings.skips[unit.source]
+        return read_documents(self.storage, unit.path, unit.row_group, columns, expect, skip=skip)
 
     def _read_packed(self, unit: UnitSpec) -> PackedRows:
         form, expect = (self.settings.sequence_length, self.settings.token_dtype), (unit.size_bytes, unit.footer_hash)
@@ -94,7 +97,8 @@ class Run:
             config, storage, tokenizer.encode, progress, rebuild=rebuild, tokenizer=tokenizer.identity, encoders=own
         )
         run = cls(config, storage, tokenizer, encoders, manifest)
-        for source in manifest.sources:
+        for source, settings in zip(manifest.sources, config.sources, strict=True):
+            require_files(source, settings)
             if source.packed is not None:
                 source.packed.require(run.packed_format, source.files[0].path)
                 if source.name in own:
@@ -113,11 +117,20 @@ class Run:
                 continue
             unit = source.unit(0)
             expect = (unit.size_bytes, unit.footer_hash)
+            skip = settings.allowed.skip_rows > 0
             documents = read_documents(
-                self.storage, unit.path, unit.row_group, settings.columns, expect, batch_rows=64, request_bytes=1 << 18
+                self.storage,
+                unit.path,
+                unit.row_group,
+                settings.columns,
+                expect,
+                batch_rows=64,
+                request_bytes=1 << 18,
+                skip=skip,
             )
             left = VERIFY_CHARS
-            for text in texts_of(next(documents)):
+            first = next(documents)
+            for text in () if isinstance(first, Bad) else texts_of(first):
                 if left > 0:
                     texts.append(text[:left])
                     left -= len(text)
@@ -188,6 +201,7 @@ class Run:
             eos_id=self.tokenizer.eos_id,
             token_dtype=str(self.token_dtype),
             strategy=config.packing.strategy,
+            skips=tuple(source.allowed.skip_rows > 0 for source in config.sources),
         )
         return Maker(settings, self.tokenizer, self.storage, tuple(each.encode for each in self.encoders))
 
@@ -229,7 +243,34 @@ class Run:
 
     def start(self) -> Position:
         """The position before the first step."""
-        return Position.start(self.plan.start(), self.fingerprint)
+        skips = [
+            Skip.of(index, path, -1, Bad(0, 0, reason))
+            for index, source in enumerate(self.manifest.sources)
+            for path, reason in source.skipped
+        ]
+        account = Account((), tuple(skips[:MAX_SKIPS]), len(skips))
+        return Position.start(self.plan.start(), self.fingerprint, account)
+
+    def check(self, position: Position) -> None:
+        """Ends the run where more rows were skipped than ``on_error`` allows; the same on every rank.
+
+        Args:
+            position: any; skips are booked at the end of their window.
+
+        Raises:
+            DataError: names the source, the rows and the first of them.
+        """
+        account, cursors = position.counts.account, position.cursors.sources
+        for index, (counted, cursor) in enumerate(zip(account.sources, cursors, strict=bool(account.sources))):
+            source, settings = self.manifest.sources[index], self.config.sources[index]
+            passes, allowed = cursor.epoch + 1, settings.allowed.rows(int(source.unit_rows.sum()))
+            if counted.bad > allowed * passes:
+                first = next((str(skip) for skip in account.skips if skip.source == index), "none recorded")
+                raise DataError(
+                    f"source {source.name}: on_error.skip_rows must cover the rows that cannot be read; got "
+                    f"{counted.bad} in pass {passes}, {allowed} a pass allowed, the first is {first}: mend the "
+                    "files, or raise it and resume"
+                )
 
     def require(self, position: Position) -> None:
         """Refuses a position of other data or settings.

@@ -5,15 +5,18 @@ tokenizer; the sample appears whole or not at all; a sample that is there is lef
 
 Shape: one document a source file, empty files included, since real data holds empty documents; files and row groups
 differ in size on purpose, so that nothing downstream gets by on even ones. About 31 MB of text where the
-library's own tests are installed, about 13 MB where they are not.
+library's own tests are installed, about 13 MB where they are not. With ``packages``, for benchmarks, the text files of
+all installed packages too: 250 MB or more beside torch, and a run.yaml with rows of 2,048 tokens.
 
-Cost: about 4 s on one core, most of it training on at most ``_TRAINING_BYTES`` of the text.
+Cost: about 4 s on one core, most of it training on at most ``_TRAINING_BYTES`` of the text; half a minute with
+packages and 32,000 ids.
 
 Rejected: downloading a public data set, which needs a network and a licence notice for what a test only skims.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,10 +28,15 @@ from typing import Any
 
 from ingest.errors import ConfigError, StorageError
 
+_TEXT_SUFFIXES = {".c", ".cpp", ".h", ".hpp", ".html", ".js", ".json", ".md", ".py", ".pyi", ".rst", ".txt"}
+_MAX_FILE_BYTES = 4 << 20
 _EOS_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of text
 _TRAINING_BYTES = 12 << 20
 _ROW_GROUP_KIB = (256, 448, 320, 512, 384)  # text a row group; cycled, uneven on purpose
 _FILE_WEIGHTS = (1, 3, 2)  # row groups a file, relative; cycled, uneven on purpose
+
+_PACKAGES_SCALE = 10.0  # of the row groups, when there is ten times the text
+_SMALL = {"SEQUENCE_LENGTH": 256, "LANES": 4, "ROWS": 16}
 
 _RUN_YAML = """\
 # A run over the sample corpus. Paths are relative to this file's directory.
@@ -41,16 +49,16 @@ sources:
 tokenizer: {path: tokenizer.json, eos_token: "<|endoftext|>"}
 
 # How documents become rows: tokens a row.
-packing: {sequence_length: 256}
+packing: {sequence_length: SEQUENCE_LENGTH}
 
 # The order is a pure function of the seed and the data.
 shuffle: {seed: 0}
 
-# Fixed logical streams. Every world size that divides this number can train and resume: 1, 2 and 4.
-lanes: 4
+# Fixed logical streams. Every world size that divides this number can train and resume.
+lanes: LANES
 
 # Rows a step over all ranks, a multiple of lanes.
-global_batch_rows: 16
+global_batch_rows: ROWS
 
 # Passes over the corpus.
 epochs: 1
@@ -84,6 +92,7 @@ def write_sample(
     vocab_size: int = 8192,
     files: int = 8,
     max_bytes: int | None = None,
+    packages: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SamplePaths:
     """Writes ``corpus/*.parquet``, ``tokenizer.json`` and ``run.yaml`` into a directory.
@@ -93,6 +102,7 @@ def write_sample(
         vocab_size: ids of the tokenizer, the end-of-document token included.
         files: Parquet files; each has at least one row group.
         max_bytes: stop before the document that would exceed this much text; None takes all.
+        packages: take the text of all installed packages too, each text once, mixed by a hash of its path.
         progress: called with one line at the start of each step.
 
     Returns:
@@ -111,7 +121,7 @@ def write_sample(
     building = directory.parent / f".{directory.name}.{os.getpid()}.tmp"
     try:
         building.mkdir(parents=True)
-        _build(SamplePaths.under(building), vocab_size, files, max_bytes, progress)
+        _build(SamplePaths.under(building), vocab_size, files, max_bytes, packages, progress)
         _publish(building, paths, directory)
     except OSError as error:
         raise StorageError(f"sample {directory} cannot be written; {error}: name a writable directory") from error
@@ -141,19 +151,28 @@ def _publish(building: Path, paths: SamplePaths, directory: Path) -> None:
 
 
 def _build(
-    paths: SamplePaths, vocab_size: int, files: int, max_bytes: int | None, progress: Callable[[str], None]
+    paths: SamplePaths,
+    vocab_size: int,
+    files: int,
+    max_bytes: int | None,
+    packages: bool,
+    progress: Callable[[str], None],
 ) -> None:
-    progress("reading the standard library's sources")
-    documents = list(_documents(max_bytes))
+    progress("reading the text of all installed packages" if packages else "reading the standard library's sources")
+    documents = list(_installed(max_bytes) if packages else _documents(max_bytes))
     if not documents:
         step = "install Python with its sources, or raise max_bytes"
         raise StorageError(f"the sample needs *.py files; got none from {sysconfig.get_path('stdlib')}: {step}")
     text_bytes = sum(len(text) for _, text in documents)
     progress(f"writing {len(documents)} documents, {text_bytes / 1e6:.1f} MB of text, as {files} Parquet files")
-    _write_corpus(paths.corpus, documents, files)
+    _write_corpus(paths.corpus, documents, files, _PACKAGES_SCALE if packages else 1.0)
     progress(f"training a byte-level BPE of {vocab_size} ids")
     paths.tokenizer.write_text(_train(documents, text_bytes, vocab_size), encoding="utf-8")
-    paths.config.write_text(_RUN_YAML, encoding="utf-8")
+    values = {"SEQUENCE_LENGTH": 2048, "LANES": 8, "ROWS": 64} if packages else _SMALL
+    text = _RUN_YAML
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    paths.config.write_text(text, encoding="utf-8")
 
 
 def _documents(max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
@@ -165,9 +184,7 @@ def _documents(max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
         if {"site-packages", "dist-packages", "__pycache__"}.intersection(path.parts):
             continue
         text = (root / path).read_bytes()
-        try:
-            text.decode("utf-8")
-        except UnicodeDecodeError:
+        if not _is_utf8(text):
             continue  # test data in old encodings
         total += len(text)
         if max_bytes is not None and total > max_bytes:
@@ -175,11 +192,40 @@ def _documents(max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
         yield path.as_posix(), text
 
 
-def _write_corpus(corpus: Path, documents: list[tuple[str, bytes]], files: int) -> None:
+def _installed(max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
+    """Name and UTF-8 text of every text file of the standard library and of the packages, each text once."""
+    found = {}
+    for name in ("stdlib", "purelib"):
+        root = Path(sysconfig.get_path(name))
+        for path in root.rglob("*"):
+            if path.suffix in _TEXT_SUFFIXES and "__pycache__" not in path.parts and path.is_file():
+                found[f"{name}/{path.relative_to(root).as_posix()}"] = path
+    seen, total = set(), 0
+    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        text = found[name].read_bytes() if found[name].stat().st_size <= _MAX_FILE_BYTES else b""
+        identity = hashlib.sha256(text).digest()
+        if not text or identity in seen or not _is_utf8(text):
+            continue
+        seen.add(identity)
+        total += len(text)
+        if max_bytes is not None and total > max_bytes:
+            return
+        yield name, text
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _write_corpus(corpus: Path, documents: list[tuple[str, bytes]], files: int, scale: float) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    groups = _row_groups(documents, files)
+    groups = _row_groups(documents, files, scale)
     schema = pa.schema([("path", pa.string()), ("text", pa.string())])
     corpus.mkdir()
     for number, mine in enumerate(_split(groups, files)):
@@ -189,10 +235,10 @@ def _write_corpus(corpus: Path, documents: list[tuple[str, bytes]], files: int) 
                 writer.write_table(pa.table(columns, schema=schema), row_group_size=len(group))
 
 
-def _row_groups(documents: list[tuple[str, bytes]], files: int) -> list[list[tuple[str, bytes]]]:
+def _row_groups(documents: list[tuple[str, bytes]], files: int, scale: float) -> list[list[tuple[str, bytes]]]:
     """Consecutive documents of about the sizes in ``_ROW_GROUP_KIB``, smaller where there would be under two a file."""
     total = sum(len(text) for _, text in documents)
-    scale = min(1024.0, total / (2 * files * max(_ROW_GROUP_KIB)))
+    scale = min(1024.0 * scale, total / (2 * files * max(_ROW_GROUP_KIB)))
     groups: list[list[tuple[str, bytes]]] = [[]]
     size = 0
     for document in documents:

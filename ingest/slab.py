@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from ingest.account import NOTHING, Account
 from ingest.errors import OrderError
 from ingest.plan import Cursors, SourceCursor
 
@@ -94,6 +95,7 @@ class Counts:
         skipped: documents without text (null or empty), counted at the end of their window.
         source_tokens: tokens of each source, in the config's order.
         digest: sum of row hashes modulo 2^64.
+        account: what became of the rows that were read, booked at the end of their window.
     """
 
     tokens: int
@@ -102,6 +104,7 @@ class Counts:
     skipped: int
     source_tokens: tuple[int, ...]
     digest: int
+    account: Account = NOTHING
 
     @classmethod
     def zero(cls, num_sources: int) -> Counts:
@@ -117,6 +120,7 @@ class Counts:
             self.skipped + other.skipped,
             tuple(mine + theirs for mine, theirs in pairs),
             (self.digest + other.digest) % DIGEST_MODULUS,
+            self.account + other.account,
         )
 
 
@@ -129,6 +133,7 @@ class Prefix:
         source_tokens_OK: int64 [N + 1, K].
         digest_O: uint64 [N + 1].
         skipped: documents of the window without text.
+        account: of the window.
     """
 
     tokens_O: IntArray
@@ -137,6 +142,7 @@ class Prefix:
     source_tokens_OK: IntArray
     digest_O: npt.NDArray[np.uint64]
     skipped: int
+    account: Account = NOTHING
 
     @property
     def rows(self) -> int:
@@ -144,7 +150,7 @@ class Prefix:
         return len(self.tokens_O) - 1
 
     def at(self, offset: int) -> Counts:
-        """What the first ``offset`` rows of every lane hold; at the window's end, its skipped documents too."""
+        """What the first ``offset`` rows of every lane hold; at the window's end, its account and skips too."""
         return Counts(
             int(self.tokens_O[offset]),
             int(self.documents_O[offset]),
@@ -152,6 +158,7 @@ class Prefix:
             self.skipped if offset == self.rows else 0,
             tuple(self.source_tokens_OK[offset].tolist()),
             int(self.digest_O[offset]),
+            self.account if offset == self.rows else NOTHING,
         )
 
 
@@ -189,6 +196,7 @@ class Slab:
             "rank": [self.rank, self.world_size],
             "last": self.last,
             "skipped": prefix.skipped,
+            "account": prefix.account.to_plain(_numbers(prefix)),
             "tokens": [rows.tokens_BX.dtype.str, *rows.tokens_BX.shape],
             "sources": prefix.source_tokens_OK.shape[1],
             "spent": dict(self.spent),
@@ -211,20 +219,21 @@ class Slab:
         dtype, num_rows, width = header["tokens"]
         tokens, lengths, counts, *sums = (_view(table[name]) for name in _NAMES)
         tokens_O, documents_O, documents_cut_O, sources, digest_O = sums
+        prefix = Prefix(
+            tokens_O.view(np.int64),
+            documents_O.view(np.int64),
+            documents_cut_O.view(np.int64),
+            sources.view(np.int64).reshape(-1, header["sources"]),
+            digest_O.view(np.uint64),
+            header["skipped"],
+        )
         return cls(
             cursors=cursors_from_json(header["cursors"]),
             rank=header["rank"][0],
             world_size=header["rank"][1],
             last=header["last"],
             rows=Rows(tokens.view(dtype).reshape(num_rows, width), lengths.view(np.int32), counts.view(np.int32)),
-            prefix=Prefix(
-                tokens_O.view(np.int64),
-                documents_O.view(np.int64),
-                documents_cut_O.view(np.int64),
-                sources.view(np.int64).reshape(-1, header["sources"]),
-                digest_O.view(np.uint64),
-                header["skipped"],
-            ),
+            prefix=replace(prefix, account=Account.from_plain(header["account"], _numbers(prefix))),
             spent=header["spent"],
         )
 
@@ -234,6 +243,11 @@ _NAMES = (
     *("prefix_source_tokens", "prefix_digest"),
 )
 SCHEMA = pa.schema([("header", pa.string()), *((name, pa.large_binary()) for name in _NAMES)])
+
+
+def _numbers(prefix: Prefix) -> list[str]:
+    """Names of the sources where nothing but their number is known."""
+    return [str(number) for number in range(prefix.source_tokens_OK.shape[1])]
 
 
 def _arrays(rows: Rows, prefix: Prefix) -> Iterable[npt.NDArray[Any]]:

@@ -58,6 +58,7 @@ class SourceManifest:
         tokens_per_mib: estimated tokens in a MiB of those bytes, at least 1; 0 for a packed source, which is counted.
         warnings: what the user should know, one line each.
         packed: how the rows of all files were packed; None for text.
+        skipped: path and reason of the files left out because they cannot be read.
 
     Raises:
         DataError: the parts do not fit each other.
@@ -72,6 +73,7 @@ class SourceManifest:
     tokens_per_mib: int
     warnings: tuple[str, ...] = ()
     packed: PackedFormat | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():

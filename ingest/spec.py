@@ -42,6 +42,7 @@ class WindowSettings:
         eos_id: what padding holds.
         token_dtype: ``uint16`` or ``uint32``.
         strategy: as in the config.
+        skips: of each source, whether rows that cannot be read are skipped; () for none.
     """
 
     columns: tuple[Columns, ...]
@@ -52,3 +53,4 @@ class WindowSettings:
     eos_id: int
     token_dtype: str
     strategy: Strategy = "concat"
+    skips: tuple[bool, ...] = ()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ingest.account import Account, SourceAccount
 from ingest.best_fit import best_fit
 from ingest.documents import Documents, Encode, Read, UnitTexts, tokenize
 from ingest.filled import deal, fill, take
@@ -120,18 +121,36 @@ def _make(
     filled = [fill(spec, settings, documents, order, packing)]
     documents = replace(documents, tokens=documents.tokens[:0].copy())  # they are in rows now
     places = [np.zeros((0, 2), np.int64)]
+    account = documents.account
     for index, unit in enumerate(spec.units):
         if unit.packed:
             assert read_packed is not None, "a packed unit needs its reader"
             watch.lap("pack")
             packed = read_packed(unit)
             watch.lap("read")
+            account += _packed_account(packed, unit.source, len(settings.columns))
             filled.append(take(packed, settings, unit.source, count + sum(map(len, places))))
             row = np.arange(len(filled[-1].rows))
             places.append(np.stack((np.full_like(row, index), row), axis=1))
     rows, prefix, piece_document_L = deal(filled, settings, window, documents.skipped)
+    prefix = replace(prefix, account=account)
+    assert conserved(prefix), f"window {window} must hold what was read: {account}, {prefix.at(prefix.rows)}"
     watch.lap("pack")
     return Window(spec, settings.lanes, rows, prefix, documents, np.concatenate(places), piece_document_L)
+
+
+def _packed_account(packed: PackedRows, source: int, num_sources: int) -> Account:
+    """Packed rows hold documents that were read once and tokens that were made before."""
+    documents, tokens = int(packed.documents_B.sum()), int(packed.input_tokens_B.sum())
+    mine = SourceAccount(read=documents, documents=documents, tokens=tokens)
+    return Account(tuple(mine if number == source else SourceAccount() for number in range(num_sources)))
+
+
+def conserved(prefix: Prefix) -> bool:
+    """Whether a window's rows hold every document and token that its account says were read."""
+    end, sources = prefix.at(prefix.rows), prefix.account.sources
+    documents, tokens = sum(source.documents for source in sources), tuple(source.tokens for source in sources)
+    return prefix.account.balanced and (documents, tokens) == (end.documents, end.source_tokens)
 
 
 def document_address(window: Window, document: int) -> tuple[UnitSpec, int]:

@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *("config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
+    *("account", "config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
     *("readahead", "resume", "retry", "run", "slab", "storage", "strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
@@ -152,7 +152,7 @@ def steps_without_ray(config: Path | IngestConfig, start: Position | None = None
     start = start or run.start()
     slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs(1))
     lanes = Lanes(config.lanes, config.global_batch_rows)
-    return list(steps(slabs, start, lanes, run.tokenizer.eos_id, config.total_tokens))
+    return list(steps(slabs, start, lanes, run.tokenizer.eos_id, config.total_tokens, run.check))
 
 
 def lines_of(found: Sequence[Step], before: Position | None = None) -> list[dict[str, Any]]:

@@ -234,7 +234,7 @@ def altered(change):
         (b"PAR1", "must be gzip over JSON; BadGzipFile"),
         (Manifest((make(),)).to_bytes()[:-20], "must be gzip over JSON; EOFError"),
         (gzip.compress(b"[]"), "must be gzip over JSON; TypeError"),
-        (altered(lambda body: body.update(version=1)), "must be of version 2; got 'ingest manifest' of version 1"),
+        (altered(lambda body: body.update(version=1)), "must be of version 3; got 'ingest manifest' of version 1"),
         (altered(lambda body: body["sources"][0].pop("files")), "must be complete; KeyError, 'files'"),
         (altered(lambda body: body["sources"][0].update(unit_rows=["x", "y"])), "must be complete; ValueError"),
         (altered(lambda body: body["sources"][0].update(unit_rows=[1, 2])), "must match its hash; stored "),

@@ -40,6 +40,10 @@ PREFIX = Prefix(
 )
 
 
+NOTHING = {"read": 0, "documents": 0, "empty": 0, "bad": 0, "tokens": 0}
+ACCOUNT = {"sources": {"web": NOTHING, "code": NOTHING}, "skips": [], "skipped_files": 0}
+
+
 def changed(path: str, value: object) -> dict:
     """The position's plain values with one of them changed; ``...`` removes it."""
     plain = copy.deepcopy(POSITION.to_dict())
@@ -67,6 +71,7 @@ def test_golden_json() -> None:
         "skipped": 1,
         "source_tokens": {"web": 60, "code": 30},
         "digest": "00000000000000ab",
+        "account": ACCOUNT,
         "window": 2,
         "offset": 1,
         "cursors": {"window": 2, "sources": [[0, 5, 17], [1, 0, 0]]},
@@ -77,6 +82,7 @@ def test_golden_json() -> None:
             "skipped": 1,
             "source_tokens": {"web": 40, "code": 20},
             "digest": "fffffffffffffff0",
+            "account": ACCOUNT,
         },
         "fingerprint": FINGERPRINT,
     }

@@ -46,6 +46,15 @@ def test_the_config_loads_and_names_what_was_written(sample):
     assert tokenizer.decode(tokenizer.encode(["import os\n"])[0]) == "import os\n<|endoftext|>"
 
 
+def test_with_packages_every_text_comes_once_in_rows_for_benchmarks(tmp_path):
+    made = write_sample(tmp_path / "large", vocab_size=400, files=2, max_bytes=400_000, packages=True)
+    found = rows(made)
+    assert {row["path"].split("/")[0] for row in found} == {"stdlib", "purelib"}
+    assert len({row["text"] for row in found}) == len(found) > 20
+    config = IngestConfig.from_yaml(made.config)
+    assert (config.lanes, config.global_batch_rows, config.packing.sequence_length) == (8, 64, 2048)
+
+
 def test_a_second_sample_is_the_same_byte_for_byte(sample, tmp_path):
     other = write_sample(tmp_path / "other", **SMALL)
     assert other.tokenizer.read_bytes() == sample.tokenizer.read_bytes()

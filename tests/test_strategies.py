@@ -146,6 +146,8 @@ def test_packed_rows_hold_what_the_stream_hands_out_and_count_the_same(strategy,
     counts = stream[-1].position.counts
     said = [figures[name] for name in ("rows", "tokens", "documents", "documents_cut")]
     assert said == [len(stream), counts.tokens, 61, counts.documents_cut]
+    too_long = int((run.tokenizer.encode([text for text in corpus if text])[1] > 32).sum())
+    assert (counts.documents_cut == too_long) == (strategy == "best_fit")
 
     packed = [{"name": "packed", "path": "packed"}]
     again = steps_without_ray(write_config(tmp_path / "again.yaml", **options, sources=packed))
