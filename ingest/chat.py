@@ -9,7 +9,8 @@ Guarantees: special tokens come from the template only. In roles and contents th
 and put back as plain text behind it, so that a document cannot forge a turn. The template runs in jinja2's immutable
 sandbox, without the clock. Pieces end at special tokens and at the borders of answers, as at inference.
 
-Cost: two renderings an answer, each of the whole conversation so far.
+Cost: two renderings an answer, each of the whole conversation so far; three where an answer holds several special
+tokens.
 
 Source: the variables, options and functions that templates expect are those of transformers,
 ``utils/chat_template_utils.py``.
@@ -32,6 +33,7 @@ from ingest.tokenizer import SpecialToken
 Message = Mapping[str, str]
 
 _MARK = "\U0010f8ff"  # private use: stands around the number of a special token in a content
+_STAND_IN = f"{_MARK}content{_MARK}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Chat:
                 opened = self._grown(done, messages[:turn], turn, opened=True)
                 closed = self._grown(opened, messages[: turn + 1], turn, opened=False)
                 answer = closed[len(opened) :]
-                end = self._end_of_turn(answer, message["content"])
+                end = self._end_of_turn(answer, messages, turn)
                 yield opened[len(done) :], False
                 yield answer[:end], True
                 yield answer[end:], False
@@ -182,12 +184,18 @@ class Chat:
             )
         return text
 
-    def _end_of_turn(self, answer: str, content: str) -> int:
-        """Where the first special token behind the content ends; where the answer ends if there is none."""
-        content = content.strip()
-        found = answer.rfind(content) if content else -1
-        match = self._pattern.search(answer, found + len(content) if found >= 0 else 0)
-        return match.end() if match else len(answer)
+    def _end_of_turn(self, answer: str, messages: list[dict[str, str]], turn: int) -> int:
+        """Where the first special token behind the content ends; where the answer ends if there is none.
+
+        If it is not plain which one that is, the content's end is found with another content in its place.
+        """
+        ends = [match.end() for match in self._pattern.finditer(answer)]
+        if len(ends) > 1 or any(answer[end:].strip() for end in ends):
+            other = {**messages[turn], "content": _STAND_IN}
+            tail = self._grown("", [*messages[:turn], other], turn, opened=False).rpartition(_STAND_IN)[2]
+            if answer.endswith(tail):
+                ends = [end for end in ends if end > len(answer) - len(tail)]
+        return ends[0] if ends else len(answer)
 
     def _split(self, text: str, trained: bool) -> Iterator[Piece]:
         """Text and special tokens in turn, what was hidden shown again."""

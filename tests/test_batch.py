@@ -31,7 +31,11 @@ def lists(batch):
 def slow_reference(rows):
     """Position by position, the definition."""
     num_rows, columns = rows.tokens_BX.shape
-    tokens, lengths = rows.tokens_BX.tolist(), iter(rows.lengths_L.tolist())
+    masked = [[token >= 2**31 for token in row] for row in rows.tokens_BX.tolist()]
+    tokens, lengths = (
+        [[token % 2**31 for token in row] for row in rows.tokens_BX.tolist()],
+        iter(rows.lengths_L.tolist()),
+    )
     out = {name: [] for name in ("input_ids", "labels", "position_ids", "document_ids")}
     starts = []
     for row in range(num_rows):
@@ -42,7 +46,7 @@ def slow_reference(rows):
                 owner[column], offset[column] = document, place
                 column += 1
         last = columns - 1
-        labelled = [owner[t] >= 0 and owner[t] == owner[t + 1] for t in range(last)]
+        labelled = [owner[t] >= 0 and owner[t] == owner[t + 1] and not masked[row][t + 1] for t in range(last)]
         out["input_ids"].append(tokens[row][:last])
         out["labels"].append([tokens[row][t + 1] if labelled[t] else -100 for t in range(last)])
         out["position_ids"].append(offset[:last])
@@ -126,6 +130,19 @@ def test_the_largest_ids_stay_positive(dtype, largest):
     batch = Batch.from_rows(rows_of([[largest, largest - 1, largest]], [[3]], dtype), position=None)
     assert batch.input_ids.tolist() == [[largest, largest - 1]]
     assert batch.labels.tolist() == [[largest - 1, largest]]
+
+
+def test_a_masked_token_is_an_input_and_no_label():
+    masked = 1 << 31
+    rows = rows_of([[masked | 5, masked | 6, 7, masked | 70_000, 9]], [[5]], np.uint32)
+    batch = Batch.from_rows(rows, position=None)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 70_000]]
+    assert batch.labels.tolist() == [[-100, 7, -100, 9]]
+
+
+def test_ids_of_16_bits_have_no_mask():
+    batch = Batch.from_rows(rows_of([[5, 40_000, 65_535]], [[3]]), position=None)
+    assert batch.labels.tolist() == [[40_000, 65_535]]
 
 
 def test_dtypes_are_the_ones_that_models_and_kernels_take():
