@@ -39,8 +39,21 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *("account", "config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
-    *("readahead", "resume", "retry", "run", "slab", "storage", "strategies", "tokenizer", "turns", "window"),
+    *("config", "errors", "glob", "lanes", "manifest", "metrics", "packed", "packing", "parquet", "plan", "position"),
+    *(
+        "account",
+        "hostile",
+        "readahead",
+        "resume",
+        "retry",
+        "run",
+        "slab",
+        "storage",
+        "strategies",
+        "tokenizer",
+        "turns",
+        "window",
+    ),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
