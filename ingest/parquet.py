@@ -36,7 +36,7 @@ _STREAM_BYTES = 16 << 20
 _BATCH_BYTES = 1 << 20  # of text in one array, on average
 _MAX_CACHED_FOOTERS = 32
 _SIGNATURE_BYTES = 12 + 16
-"""Nonce and tag behind a readable footer of a file with encrypted columns, whose metadata ends the process when touched.
+"""Nonce and tag behind a readable footer where columns are encrypted, whose metadata ends the process when touched.
 Source: Parquet Modular Encryption, section 5.5."""
 
 
@@ -107,11 +107,10 @@ def text_column(metadata: Any, column: str, path: str) -> int:
         raise DataError(f"{path} must have columns that Arrow knows; got {one_line(error)}: restore it") from error
     if column not in names:
         known = ", ".join(schema.names[:20]) + (f" and {len(schema) - 20} more" if len(schema) > 20 else "")
-        first = column.partition(".")[0]
-        lies = (
-            f"is not there, {first} is of type {schema.field(first).type}" if first in schema.names else "is not there"
-        )
-        kind = f"is of type {schema.field(column).type}" if column in schema.names else lies
+        kind, first = "is not there", column.partition(".")[0]
+        if first in schema.names:
+            of = f"is of type {schema.types[schema.names.index(first)]}"
+            kind = of if first == column else f"{kind}, {first} {of}"
         raise DataError(f"{path} must have a text column {column}; it {kind}, columns are {known}: set text_column")
     if names.count(column) > 1:
         raise DataError(f"{path} must have one column {column}; got {names.count(column)}: rename the others")
@@ -229,7 +228,7 @@ def _footer(file: Any, path: str) -> Footer:
     footer = tail[-8 - length : -8] if length + 8 <= len(tail) else _read_at(file, size - 8 - length, length)
     try:
         metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer + length.to_bytes(4, "little") + b"PAR1"))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that is not UTF-8
         raise DataError(
             f"{path} must be a Parquet file; its footer is damaged ({one_line(error)}): restore it"
         ) from error

@@ -1,7 +1,8 @@
 """A child process for ``test_hostile``: reads damaged copies of a Parquet file and says what came of each.
 
 A crash of a decoder ends this process and not the tests. Standard input has one line a copy, a JSON list of
-``[offset, mask]``; standard output answers each with a line: ``same``, the name of an ``IngestError``, or what is wrong.
+``[offset, mask]``; standard output answers each with a line: ``same``, the name of an ``IngestError``, or
+what is wrong.
 
     python -m tests.fuzzed FILE
 """
