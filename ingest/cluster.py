@@ -8,9 +8,11 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from ingest.config import IngestConfig, ResourcesConfig
 from ingest.errors import ResourceError
@@ -57,7 +59,26 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
             f"a local Ray must fit this machine; the job needs {need:g} CPUs, it has {cores} cores: set "
             f"resources.tokenize_actors to {[1, cores]}, or set RAY_ADDRESS to a cluster"
         )
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    with _loopback():
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Lets the Ray that is started inside listen on loopback alone, by the switch it has for desktops.
+
+    Without it Ray listens on all interfaces; an address of 127.0.0.1 as an argument is replaced by a public one.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    set_before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False  # for its processes, and for this one
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(name)
+        if set_before is not None:
+            os.environ[name] = set_before
 
 
 def _require_listener(address: str) -> None:

@@ -35,6 +35,9 @@ _WHOLE_CHUNK_BYTES = 64 << 20
 _STREAM_BYTES = 16 << 20
 _BATCH_BYTES = 1 << 20  # of text in one array, on average
 _MAX_CACHED_FOOTERS = 32
+_SIGNATURE_BYTES = 12 + 16
+"""Nonce and tag behind a readable footer where columns are encrypted, whose metadata ends the process when touched.
+Source: Parquet Modular Encryption, section 5.5."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,17 @@ def text_column(metadata: Any, column: str, path: str) -> int:
     Raises:
         DataError: no such column, several of that name, or its type is neither text, bytes nor null.
     """
-    names = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-    schema = metadata.schema.to_arrow_schema()
+    try:
+        names = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+        schema = metadata.schema.to_arrow_schema()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{path} must have columns that Arrow knows; got {one_line(error)}: restore it") from error
     if column not in names:
         known = ", ".join(schema.names[:20]) + (f" and {len(schema) - 20} more" if len(schema) > 20 else "")
-        kind = f"is of type {schema.field(column).type}" if column in schema.names else "is not there"
+        kind, first = "is not there", column.partition(".")[0]
+        if first in schema.names:
+            of = f"is of type {schema.types[schema.names.index(first)]}"
+            kind = of if first == column else f"{kind}, {first} {of}"
         raise DataError(f"{path} must have a text column {column}; it {kind}, columns are {known}: set text_column")
     if names.count(column) > 1:
         raise DataError(f"{path} must have one column {column}; got {names.count(column)}: rename the others")
@@ -232,10 +241,12 @@ def _footer(file: Any, path: str) -> Footer:
     footer = tail[-8 - length : -8] if length + 8 <= len(tail) else _read_at(file, size - 8 - length, length)
     try:
         metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer + length.to_bytes(4, "little") + b"PAR1"))
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that is not UTF-8
         raise DataError(
             f"{path} must be a Parquet file; its footer is damaged ({one_line(error)}): restore it"
         ) from error
+    if length - metadata.serialized_size == _SIGNATURE_BYTES:
+        raise DataError(f"{path} must not be encrypted; its columns are: write it without encryption")
     return Footer(metadata, xxhash.xxh3_64_hexdigest(footer), size)
 
 
@@ -296,7 +307,7 @@ def decoding(path: str, row_group: int) -> Iterator[None]:
         yield
     except pa.ArrowMemoryError:
         raise
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that is not UTF-8
         reason = one_line(error)
         message = f"{path}: row group {row_group} cannot be decoded; {reason}: restore the file, or set on_error"
         raise UndecodableError(message, reason) from error

@@ -223,11 +223,7 @@ class Storage:
             raise StorageError(f"{what} failed; {one_line(error)}: correct the path") from error
 
     def _place(self, path: str) -> _Place:
-        if _SECRET.search(path):
-            shown = path.split("://")[0]
-            raise ConfigError(
-                f"path must not hold a credential; got a {shown}:// path that does: put it in the environment"
-            )
+        require_no_credential("path", path)
         uri = _URI.fullmatch(path)
         if uri is None or uri[1].lower() == "file":
             local = path if uri is None else "/" + uri[3]
@@ -297,6 +293,19 @@ def _s3(config: StorageConfig, bucket: str) -> tuple[Any, Any]:
     return once, often
 
 
+def require_no_credential(name: str, path: str) -> None:
+    """Refuses a path that would carry a credential into logs, positions and manifests.
+
+    Raises:
+        ConfigError: names the setting, never the path.
+    """
+    if _SECRET.search(path):
+        shown = path.split("://")[0]
+        raise ConfigError(
+            f"{name} must not hold a credential; got a {shown}:// path that does: put it in the environment"
+        )
+
+
 def _file_info(place: _Place, item: Any) -> FileInfo:
     version = "" if item.mtime_ns is None else str(item.mtime_ns)
     return FileInfo(place.name(item.path), item.size, version)
@@ -332,5 +341,5 @@ def _write_local(path: str, data: bytes) -> None:
 def _write_remote(place: _Place, data: bytes) -> None:
     if not isinstance(place.patient, fs.S3FileSystem | fs.GcsFileSystem):
         place.patient.create_dir(place.path.rpartition("/")[0], recursive=True)
-    with place.patient.open_output_stream(place.path) as file:
+    with place.patient.open_output_stream(place.path, compression=None) as file:  # Arrow zips names in .gz
         file.write(data)

@@ -30,7 +30,7 @@ from ingest.errors import ResumeError, StorageError
 from ingest.lanes import require_world_size
 from ingest.loader import Loader
 from ingest.pipeline import Stream
-from ingest.position import Position
+from ingest.position import MAX_BYTES, Position
 from ingest.run import Run
 
 POSITION_FILE = "position.json"
@@ -153,7 +153,7 @@ def newest_position(run_path: str) -> Position | None:
         return None
     try:
         with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{POSITION_FILE}") as file:
-            return Position.from_json(file.read().decode("utf-8"))
+            return Position.from_json(file.read(MAX_BYTES + 1).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ResumeError(
             f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}, {error}: was it saved by save_checkpoint?"
@@ -186,6 +186,7 @@ def restore_checkpoint(
             raise ResumeError(
                 f"a checkpoint must hold {POSITION_FILE}; got {checkpoint.path}: was it saved by save_checkpoint?"
             )
-        loader.load_state_dict(Position.from_json(path.read_text(encoding="utf-8")).to_dict())
+        with path.open(encoding="utf-8") as file:
+            loader.load_state_dict(Position.from_json(file.read(MAX_BYTES + 1)).to_dict())
         restore(Path(folder), ray.train.get_context().get_world_rank(), model, optimizer, schedule)
     return True

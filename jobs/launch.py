@@ -18,6 +18,7 @@ from ingest.cluster import ensure_ray, require_resources
 from ingest.lanes import require_world_size
 from ingest.pipeline import cause_of
 from ingest.run import Run
+from ingest.storage import require_no_credential
 from ingest.train import newest_position
 from jobs.mailbox import opened
 
@@ -29,6 +30,7 @@ def check(options: argparse.Namespace) -> ingest.IngestConfig:
     for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
         if count is not None and count < 1:
             raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
+    require_no_credential("--storage", options.storage)
     config = ingest.IngestConfig.from_yaml(options.config)
     low, high = options.num_workers
     if low > high:

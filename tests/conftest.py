@@ -39,24 +39,9 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *(
-        "account",
-        "chat",
-        "config",
-        "encoding",
-        "errors",
-        "glob",
-        "kinds",
-        "lanes",
-        "manifest",
-        "metrics",
-        "packed",
-        "packing",
-        "parquet",
-        "plan",
-        "position",
-    ),
-    *("readahead", "resume", "retry", "run", "slab", "storage", "strategies", "tokenizer", "turns", "window"),
+    *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
+    *("packed", "packing", "parquet", "plan", "position", "readahead", "resume", "retry", "run", "slab", "storage"),
+    *("strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 

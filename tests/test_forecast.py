@@ -51,3 +51,9 @@ def test_what_will_hurt_is_said_before_it_does(settings: dict) -> None:
     warnings = " ".join(figures(tight, 0.00001)["warnings"])
     assert "padding may reach" in warnings
     assert "1 actors tokenize about 300,000 tokens/s and the trainer takes 6,400,000" in warnings
+
+
+def test_padding_that_the_bound_does_not_hold_is_named_with_best_fit_only(settings: dict) -> None:
+    fitted = settings | {"packing": {"sequence_length": 8, "strategy": "best_fit"}}
+    words = "with best_fit rows are padded where no document fits, beyond padding_bound"
+    assert [words in " ".join(figures(each)["warnings"]) for each in (settings, fitted)] == [False, True]

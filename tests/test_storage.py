@@ -185,6 +185,12 @@ def s3(s3_endpoint):
 
 
 @pytest.mark.s3
+def test_s3_stores_bytes_as_they_are_whatever_the_name_ends_in(s3):
+    s3.write_bytes("s3://data/ends/manifest.json.gz", b"as it is")
+    assert s3.read_bytes("s3://data/ends/manifest.json.gz") == b"as it is"
+
+
+@pytest.mark.s3
 def test_s3_reads_back_what_was_written_under_any_name(s3):
     for name in ODD_NAMES:
         s3.write_bytes(f"s3://data/odd/{name}.parquet", name.encode())
