@@ -104,8 +104,10 @@ def index_source(
         full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
     )
     skip = source.allowed.skip_rows > 0
-    samples = [] if packed else list(pool.map(lambda item: _sample(storage, item, column, skip), spread))
+    sampled = [] if packed else list(pool.map(lambda item: _sample(storage, item, column, skip), spread))
+    samples = [texts for texts, _ in sampled]
     tokens_per_mib = 0 if packed else _tokens_per_mib(samples, encode)
+    text_bytes = sum(len(text.encode()) for texts in samples for text in texts)
     warnings = []
     if len(full) < len(indexed):
         warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
@@ -123,6 +125,7 @@ def index_source(
         warnings=tuple(warnings),
         packed=packed,
         skipped=skipped,
+        bytes_per_row=text_bytes // max(1, sum(rows for _, rows in sampled)),
     )
 
 
@@ -183,10 +186,14 @@ def _kind(packed: PackedFormat | None) -> str:
     return "text" if packed is None else f"packed rows ({json.dumps(packed.to_plain())})"
 
 
-def _sample(storage: Storage, item: _Indexed, column: str, skip: bool) -> list[str]:
-    """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
+def _sample(storage: Storage, item: _Indexed, column: str, skip: bool) -> tuple[list[str], int]:
+    """The first documents of a file's first row group with rows, cut at the limits of the sample.
+
+    Returns:
+        The texts, nulls left out, and the number of rows, nulls included.
+    """
     texts: list[str] = []
-    left = _SAMPLE_BYTES
+    left, rows = _SAMPLE_BYTES, 0
     arrays = read_documents(
         storage,
         item.entry.path,
@@ -200,13 +207,16 @@ def _sample(storage: Storage, item: _Indexed, column: str, skip: bool) -> list[s
     for array in arrays:
         if isinstance(array, Bad):
             continue
-        for text in array.drop_null().to_pylist():
+        for text in array.to_pylist():
+            rows += 1
+            if text is None:
+                continue
             data = text.encode()[:left]
             texts.append(data.decode(errors="ignore"))
             left -= len(data)
             if not left or len(texts) == _SAMPLE_DOCUMENTS:
-                return texts
-    return texts
+                return texts, rows
+    return texts, rows
 
 
 def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:

@@ -186,6 +186,7 @@ class Run:
                 "files": len(source.files),
                 "rows": int(source.unit_rows.sum()),
                 "tokens_per_mib": source.tokens_per_mib,
+                "bytes_per_row": source.bytes_per_row,
                 "text_column": settings.text_column if source.packed is None else None,
                 "weight": settings.weight,
             }
