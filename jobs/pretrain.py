@@ -41,12 +41,14 @@ def train(settings: dict[str, Any]) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
     saved, last = None, settings["max_steps"]
+    notice: Any = None
     progress = Progress(loader, config, log if ray.train.get_context().get_world_rank() == 0 else None)
     with loader:
         for batch in () if reached(loader.position, last) else loader:
             progress.step(train_step(model, optimizer, schedule, batch))
-            done = reached(batch.position, last)
-            if done or batch.position.step % settings["checkpoint_every"] == 0:
+            done, before = reached(batch.position, last), notice
+            notice = ray.train.get_preemption_info()  # the same on every rank: a cloud that takes a node says so before
+            if done or notice != before or batch.position.step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
                 saved = batch.position.step
             if done:
