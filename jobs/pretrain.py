@@ -94,6 +94,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--num-workers", type=world_sizes, default=(1, 1), metavar="N|MIN:MAX", help="ranks (default 1)"
     )
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="a model on each rank, or its shards")
+    gpu_help = "train on GPUs, one a worker (default: if the cluster has any now)"
+    parser.add_argument("--gpu", action=argparse.BooleanOptionalAction, help=gpu_help)
+    resource_help = "a custom resource of which each worker takes one; says which nodes train"
+    parser.add_argument("--worker-resource", metavar="NAME", help=resource_help)
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
