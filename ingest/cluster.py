@@ -6,9 +6,10 @@ import contextlib
 import logging
 import math
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -105,24 +106,25 @@ def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> No
     each, fewest = resources.cpus_per_actor, resources.min_actors
     need = fewest * each + extra_cpus
     deadline = time.monotonic() + max(SETTLE_S, resources.cluster_wait_s)
-    if resources.cluster_wait_s:
-        from ray.autoscaler.sdk import request_resources
-
-        request_resources(bundles=[{"CPU": each}] * fewest)
-    while True:
-        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        total, free = sum(nodes), ray.available_resources().get("CPU", 0.0)
-        if free >= need and max(nodes, default=0) >= each:
-            return
-        impossible = total < need or max(nodes, default=0) < each
-        if time.monotonic() > deadline or (impossible and not resources.cluster_wait_s):
-            break
-        time.sleep(0.1)
+    with _requested(resources, extra_cpus) if resources.cluster_wait_s else contextlib.nullcontext():
+        while True:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            sizes = [node["Resources"].get("CPU", 0.0) for node in nodes if _admits(resources, node["Labels"] or {})]
+            total = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
+            free, largest = ray.available_resources().get("CPU", 0.0), max(sizes, default=0)
+            fits = total >= need and largest >= each and sum(sizes) >= fewest * each
+            if fits and free >= need:
+                return
+            if time.monotonic() > deadline or (not fits and not resources.cluster_wait_s):
+                break
+            time.sleep(0.1)
     demand = f"{fewest} tokenization actors of {each:g} CPUs" + (
         f" and {extra_cpus:g} for trainers" if extra_cpus else ""
     )
-    has = f"{total:g} CPUs in all, {free:g} free, the largest node {max(nodes, default=0):g}"
-    room = int((free - extra_cpus) // each)
+    has = f"{total:g} CPUs in all, {free:g} free, the largest node {largest:g}"
+    if resources.label_selector:
+        has += f", {sum(sizes):g} on nodes that resources.label_selector {resources.label_selector} admits"
+    room = int(min(free - extra_cpus, sum(sizes)) // each)
     step = (
         f"set resources.tokenize_actors to {[room, room]}"
         if room >= 1
@@ -132,6 +134,30 @@ def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> No
         f"the job must fit the cluster; needs {need:g} CPUs ({demand}), the cluster has {has}: {step}, "
         "start Ray with more num_cpus, or set resources.cluster_wait_s where an autoscaler will add nodes"
     )
+
+
+@contextlib.contextmanager
+def _requested(resources: ResourcesConfig, extra_cpus: float) -> Iterator[None]:
+    """Asks the autoscaler for the CPUs while the block runs; a request that stands keeps its nodes for ever."""
+    from ray.autoscaler.sdk import request_resources
+
+    tokenize = [resources.label_selector] * resources.min_actors
+    train: list[dict[str, str]] = [{}] * math.ceil(extra_cpus)
+    bundles = [{"CPU": resources.cpus_per_actor}] * len(tokenize) + [{"CPU": 1.0}] * len(train)
+    request_resources(bundles=bundles, bundle_label_selectors=[*tokenize, *train])
+    try:
+        yield
+    finally:
+        request_resources(bundles=[])
+
+
+def _admits(resources: ResourcesConfig, labels: Mapping[str, str]) -> bool:
+    """Whether a node of these labels may tokenize; the forms are ``a``, ``!a``, ``in(a,b)`` and ``!in(a,b)``."""
+    for key, rule in resources.label_selector.items():
+        values = re.sub(r"^in\((.*)\)$", r"\1", rule.removeprefix("!")).replace(" ", "").split(",")
+        if (labels.get(key) in values) == rule.startswith("!"):
+            return False
+    return True
 
 
 def require_memory(run: Run) -> None:

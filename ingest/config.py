@@ -243,6 +243,8 @@ class ResourcesConfig:
     Args:
         tokenize_actors: fewest and most tokenization actors; one number means exactly that many.
         cpus_per_actor: logical CPUs that Ray reserves for each.
+        label_selector: labels of the nodes that may tokenize, as Ray writes them: ``{pool: tokenize}``, or
+            ``{ray.io/accelerator-type: "!in(H100)"}``; empty takes every node that has free CPUs, GPU nodes too.
         prefetch_windows: windows of which a rank holds its slab ready, beyond the open one.
         prefetch_batches: batches on or on their way to the device beyond the one in use.
         cluster_wait_s: seconds to wait for an autoscaler to bring the CPUs; 0 refuses at once what does not fit.
@@ -253,6 +255,7 @@ class ResourcesConfig:
 
     tokenize_actors: tuple[int, int] | int = (1, 8)
     cpus_per_actor: float = 1.0
+    label_selector: dict[str, str] = field(default_factory=dict)
     prefetch_windows: int = 2
     prefetch_batches: int = 2
     cluster_wait_s: float = 0.0

@@ -116,11 +116,15 @@ def index_source(
     )
     skip = source.allowed.skip_rows > 0
     tokens_per_mib: int | None = 0
+    bytes_per_row = 0
     if packed is None and encode_rows is not None:
         tokens_per_mib = _ratio(pool.map(lambda item: _sample_rows(storage, item, columns, skip, encode_rows), spread))
     elif packed is None:
-        samples = list(pool.map(lambda item: _sample(storage, item, columns, skip), spread))
+        sampled = list(pool.map(lambda item: _sample(storage, item, columns, skip), spread))
+        samples = [texts for texts, _ in sampled]
         tokens_per_mib = _tokens_per_mib(samples, encode)
+        text_bytes = sum(len(text.encode()) for texts in samples for text in texts)
+        bytes_per_row = text_bytes // max(1, sum(rows for _, rows in sampled))
     warnings = []
     if len(full) < len(indexed):
         warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
@@ -138,6 +142,7 @@ def index_source(
         warnings=tuple(warnings),
         packed=packed,
         skipped=skipped,
+        bytes_per_row=bytes_per_row,
     )
 
 
@@ -200,10 +205,14 @@ def _kind(packed: PackedFormat | None) -> str:
     return "text" if packed is None else f"packed rows ({json.dumps(packed.to_plain())})"
 
 
-def _sample(storage: Storage, item: _Indexed, columns: Columns, skip: bool) -> list[str]:
-    """The first documents of a file's first row group with rows, nulls left out, cut at the limits of the sample."""
+def _sample(storage: Storage, item: _Indexed, columns: Columns, skip: bool) -> tuple[list[str], int]:
+    """The first documents of a file's first row group with rows, cut at the limits of the sample.
+
+    Returns:
+        The texts, nulls left out, and the number of rows, nulls included.
+    """
     texts: list[str] = []
-    left = _SAMPLE_BYTES
+    left, rows = _SAMPLE_BYTES, 0
     arrays = read_documents(
         storage,
         item.entry.path,
@@ -217,13 +226,16 @@ def _sample(storage: Storage, item: _Indexed, columns: Columns, skip: bool) -> l
     for array in arrays:
         if isinstance(array, Bad):
             continue
-        for text in array.drop_null().to_pylist():
+        for text in array.to_pylist():
+            rows += 1
+            if text is None:
+                continue
             data = text.encode()[:left]
             texts.append(data.decode(errors="ignore"))
             left -= len(data)
             if not left or len(texts) == _SAMPLE_DOCUMENTS:
-                return texts
-    return texts
+                return texts, rows
+    return texts, rows
 
 
 def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:

@@ -37,7 +37,7 @@ __all__ = ["FileEntry", "Manifest", "SourceManifest", "UnitInfo", "build_manifes
 
 Encoders = Mapping[str, SourceEncoder]
 
-_VERSION = 3
+_VERSION = 4
 _THREADS = 32
 _MAX_DIFF_LINES = 10
 _PROBE = ["The quick brown fox\n\tdef f(x): return x + 1"]
@@ -191,6 +191,7 @@ def _to_plain(source: SourceManifest) -> dict[str, Any]:
         "unit_text_bytes": source.unit_text_bytes.tolist(),
         "packed": None if source.packed is None else source.packed.to_plain(),
         "skipped": source.skipped,
+        "bytes_per_row": source.bytes_per_row,
     }
 
 
@@ -209,6 +210,7 @@ def _from_plain(plain: dict[str, Any]) -> SourceManifest:
         warnings=tuple(map(str, plain["warnings"])),
         packed=None if plain["packed"] is None else PackedFormat.from_plain(plain["packed"]),
         skipped=tuple((str(path), str(reason)) for path, reason in plain["skipped"]),
+        bytes_per_row=int(plain["bytes_per_row"]),
     )
 
 

@@ -135,14 +135,18 @@ class _Server:
         context.target_max_block_size = 1
         context.memory_usage_poll_interval_s = None  # a thread a call that reads the process's memory map each second
         context.execution_options.preserve_order = True
-        cpus: dict[str, Any] = {"num_cpus": resources.cpus_per_actor}  # the same for both, or Ray does not fuse them
-        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **cpus)
+        # The same for both, or Ray does not fuse them.
+        place: dict[str, Any] = {
+            "num_cpus": resources.cpus_per_actor,
+            "label_selector": resources.label_selector or None,
+        }
+        dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **place)
         slabs = dataset.map_batches(
             _Actor,
             fn_constructor_args=(self._run.maker, self._world_size),
             batch_size=None,
             batch_format="pyarrow",
-            **cpus,
+            **place,
             compute=ray.data.ActorPoolStrategy(
                 max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
                 enable_true_multi_threading=True,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -83,7 +85,8 @@ class ReadAhead(Generic[T]):
                     return self._items.popleft() if self._items else _End(None)
             waited += pause
             if self._limit_s is not None:
-                _log.warning("%s has waited %.0f s; %s", self._thread.name, waited, self._stalled(self._last))
+                words = "%s has waited %.0f s; %s\n%s"
+                _log.warning(words, self._thread.name, waited, self._stalled(self._last), _stack(self._thread))
         raise self._stalled(self._last)
 
     def _fill(self, items: Iterator[T]) -> None:
@@ -102,3 +105,9 @@ class ReadAhead(Generic[T]):
                 self._items.append(item)
                 self._changed.notify_all()
             return not self._closed
+
+
+def _stack(thread: threading.Thread) -> str:
+    """Where a thread stands, innermost call last: which stage it waits for."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)).rstrip() if frame else "its thread has ended"

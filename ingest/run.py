@@ -216,6 +216,7 @@ class Run:
                 "files": len(source.files),
                 "rows": int(source.unit_rows.sum()),
                 "tokens_per_mib": source.tokens_per_mib,
+                "bytes_per_row": source.bytes_per_row,
                 **({"text_column": None} if source.packed else encoder.identity),
                 "weight": settings.weight,
             }

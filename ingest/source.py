@@ -58,6 +58,7 @@ class SourceManifest:
         tokens_per_mib: estimated tokens in a MiB of those bytes, at least 1; 0 for a packed source, which is counted.
         warnings: what the user should know, one line each.
         packed: how the rows of all files were packed; None for text.
+        bytes_per_row: sampled mean of the text, 0 where there is none; a dictionary tells less than its rows hold.
         skipped: path and reason of the files left out because they cannot be read.
 
     Raises:
@@ -74,6 +75,7 @@ class SourceManifest:
     warnings: tuple[str, ...] = ()
     packed: PackedFormat | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    bytes_per_row: int = 0
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
@@ -118,9 +120,12 @@ class SourceManifest:
     def unit_tokens(self) -> npt.NDArray[np.int64]:
         """int64 [units], tokens, at least 1: estimated as ``unit_text_bytes * tokens_per_mib >> 20``.
 
+        Text bytes are taken for a quarter of ``bytes_per_row`` a row at least, since those of a dictionary count each
+        text once, however many rows refer to it.
         Of a packed source exactly the places for tokens, rows times the sequence length.
         """
-        tokens: npt.NDArray[np.int64] = np.maximum(1, self.unit_text_bytes * self.tokens_per_mib >> 20)
+        text_bytes = np.maximum(self.unit_text_bytes, self.unit_rows * (self.bytes_per_row // 4))
+        tokens: npt.NDArray[np.int64] = np.maximum(1, text_bytes * self.tokens_per_mib >> 20)
         if self.packed is not None:
             tokens = self.unit_rows * self.packed.sequence_length
         tokens.setflags(write=False)

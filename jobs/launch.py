@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import ray
 import ray.train
-import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer
 
@@ -57,7 +57,14 @@ def fit(
     low, high = options.num_workers
     ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
     require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
-    use_gpu = torch.cuda.is_available()
+    gpus = ray.cluster_resources().get("GPU", 0)  # the driver may run on a head without one
+    use_gpu = gpus > 0 if options.gpu is None else options.gpu
+    if use_gpu and gpus < low and not config.resources.cluster_wait_s:
+        raise ingest.ResourceError(
+            f"the job must fit the cluster; needs {low} GPUs for trainers, the cluster has {gpus:g}: lower "
+            "--num-workers, leave out --gpu, or set resources.cluster_wait_s where an autoscaler will add nodes"
+        )
+    own = {options.worker_resource: 1} if options.worker_resource else {}
     workers: Any = low if low == high else (low, high)
     with opened(print) as mailbox:
         return TorchTrainer(
@@ -73,7 +80,7 @@ def fit(
             scaling_config=ScalingConfig(
                 num_workers=workers,
                 use_gpu=use_gpu,
-                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu)},
+                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu), **own},
             ),
             run_config=RunConfig(
                 name=options.name,

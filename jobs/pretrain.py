@@ -41,12 +41,14 @@ def train(settings: dict[str, Any]) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
     saved, last = None, settings["max_steps"]
+    notice: Any = None
     progress = Progress(loader, config, log if ray.train.get_context().get_world_rank() == 0 else None)
     with loader:
         for batch in () if reached(loader.position, last) else loader:
             progress.step(train_step(model, optimizer, schedule, batch))
-            done = reached(batch.position, last)
-            if done or batch.position.step % settings["checkpoint_every"] == 0:
+            done, before = reached(batch.position, last), notice
+            notice = ray.train.get_preemption_info()  # the same on every rank: a cloud that takes a node says so before
+            if done or notice != before or batch.position.step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
                 saved = batch.position.step
             if done:
@@ -92,6 +94,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--num-workers", type=world_sizes, default=(1, 1), metavar="N|MIN:MAX", help="ranks (default 1)"
     )
     parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="a model on each rank, or its shards")
+    gpu_help = "train on GPUs, one a worker (default: if the cluster has any now)"
+    parser.add_argument("--gpu", action=argparse.BooleanOptionalAction, help=gpu_help)
+    resource_help = "a custom resource of which each worker takes one; says which nodes train"
+    parser.add_argument("--worker-resource", metavar="NAME", help=resource_help)
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")

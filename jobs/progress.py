@@ -26,7 +26,8 @@ class Progress:
         self._short = False
         self._log = log
         if log and self._start.step:
-            log.info("resumed at step %d, digest %s", self._start.step, self._start.digest)
+            workers, start = ray.train.get_context().get_world_size(), self._start
+            log.info("resumed at step %d on %d workers, digest %s", start.step, workers, start.digest)
 
     def step(self, loss: float) -> None:
         """Takes note of a step's loss."""

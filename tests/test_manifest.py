@@ -123,6 +123,18 @@ def test_the_tokens_of_a_unit_are_estimated_from_a_sample(tmp_path):
     assert source.unit_tokens.tolist() == [source.unit_text_bytes[0] // 4]
 
 
+def test_the_text_behind_a_dictionary_is_estimated_from_its_rows(tmp_path):
+    write(tmp_path / "d/a.parquet", ["a" * 400, None] * 5000)
+    (source,) = build(tmp_path / "d").sources
+    assert source.unit_text_bytes[0] < 10_000
+    assert source.bytes_per_row == 200 + 1  # 64 documents in 127 rows
+    assert source.unit_tokens.tolist() == [10_000 * (201 // 4) * source.tokens_per_mib >> 20]
+    assert (
+        Manifest.from_bytes(Manifest((source,)).to_bytes()).sources[0].unit_tokens.tolist()
+        == source.unit_tokens.tolist()
+    )
+
+
 def test_a_unit_has_at_least_one_token():
     assert make(text_bytes=[0, 4, 1 << 40], tokens_per_mib=1 << 18).unit_tokens.tolist() == [1, 1, 1 << 38]
 
@@ -234,7 +246,7 @@ def altered(change):
         (b"PAR1", "must be gzip over JSON; BadGzipFile"),
         (Manifest((make(),)).to_bytes()[:-20], "must be gzip over JSON; EOFError"),
         (gzip.compress(b"[]"), "must be gzip over JSON; TypeError"),
-        (altered(lambda body: body.update(version=1)), "must be of version 3; got 'ingest manifest' of version 1"),
+        (altered(lambda body: body.update(version=1)), "must be of version 4; got 'ingest manifest' of version 1"),
         (altered(lambda body: body["sources"][0].pop("files")), "must be complete; KeyError, 'files'"),
         (altered(lambda body: body["sources"][0].update(unit_rows=["x", "y"])), "must be complete; ValueError"),
         (altered(lambda body: body["sources"][0].update(unit_rows=[1, 2])), "must match its hash; stored "),

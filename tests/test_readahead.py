@@ -71,6 +71,25 @@ def test_waiting_ends_with_the_error_that_names_the_cause() -> None:
     assert soon(lambda: not threads("standing"))
 
 
+def test_a_wait_that_is_too_long_is_logged_with_the_place_where_its_thread_stands(caplog) -> None:
+    gate = threading.Event()
+
+    def nobody_answers() -> Iterator[int]:
+        gate.wait()
+        yield 1
+
+    ahead = ReadAhead(nobody_answers(), 1, "silent", 0.05, lambda last: TimeoutError(f"nothing behind {last}"))
+    with pytest.raises(TimeoutError):
+        next(ahead)
+    [said] = [record.getMessage() for record in caplog.records if record.name == "ingest"]
+    first, *stack = said.splitlines()
+    assert first == "silent has waited 0 s; nothing behind None"
+    assert any(line.endswith(", in nobody_answers") for line in stack)
+    gate.set()
+    ahead.close()
+    assert soon(lambda: not threads("silent"))
+
+
 def test_closing_wakes_a_consumer_that_waits() -> None:
     gate, got = threading.Event(), []
 

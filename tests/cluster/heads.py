@@ -17,6 +17,17 @@ from tests.conftest import Done, Started, until
 
 RAY = ("-m", "ray.scripts.scripts")  # what the command `ray` is
 OBJECT_STORE = 200 << 20
+PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+HEAD_ID = "f" * 51 + "00000"  # what the fake provider calls the head
+AUTOSCALER = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+    "RAY_enable_autoscaler_v2": "1",
+}
+Pools = dict[str, dict[str, Any]]
 
 
 def free_ports(count: int) -> list[int]:
@@ -27,9 +38,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class Head:
-    """A head node with its job server; every process of the cluster and of its jobs ends with it."""
+    """A head node with its job server; every process of the cluster and of its jobs ends with it.
 
-    def __init__(self, start: Callable[..., Started], folder: Path, *options: str, **environment: str) -> None:
+    Args:
+        start: starts its processes.
+        folder: for its files.
+        options: of ``ray start``.
+        pools: types of nodes that it starts by demand, by name; none without.
+    """
+
+    def __init__(self, start: Callable[..., Started], folder: Path, *options: str, pools: Pools | None = None) -> None:
         self._start = start
         gcs, dashboard, client, self._agent = free_ports(4)
         self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
@@ -40,8 +58,10 @@ class Head:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
-            **environment,
         }
+        if pools:
+            options += autoscaling(folder / "autoscaling.yaml", pools, self.address)
+            self.environment |= AUTOSCALER
         self.process = start(
             *(*RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"),
@@ -93,13 +113,40 @@ class Head:
         return str(self.get(f"/api/jobs/{name}")["status"])
 
 
+def autoscaling(path: Path, pools: Pools, address: str) -> tuple[str, ...]:
+    """Options of a head without work of its own that starts nodes of these pools by demand.
+
+    Ray's own fake provider starts them as processes on this machine; they leave after six idle seconds. It is named
+    as an external one, whose defaults do not need a file that the wheel lacks. The first version of the autoscaler
+    knows nodes by their IP address, the same for all here, and never ends one: hence the second.
+    """
+    pools = {name: {"node_config": {}, "min_workers": 0, **pool} for name, pool in pools.items()}
+    settings = {
+        "cluster_name": "tests",
+        "max_workers": sum(pool["max_workers"] for pool in pools.values()),
+        "idle_timeout_minutes": 0.1,
+        "provider": {"type": "external", "module": PROVIDER, "launch_multiple": True, "gcs_address": address},
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            **pools,
+        },
+        "file_mounts_sync_continuously": False,
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        **{f"{name}_commands": [] for name in COMMANDS},
+    }
+    path.write_text(json.dumps(settings))
+    return f"--autoscaling-config={path}", "--num-cpus=0"
+
+
 @contextmanager
-def head_in(start: Callable[..., Started], *options: str, **environment: str) -> Iterator[Head]:
+def head_in(start: Callable[..., Started], *options: str, pools: Pools | None = None) -> Iterator[Head]:
     """A head node whose files lie in a folder with a short name: a socket's path may have 107 letters."""
     folder = Path(tempfile.mkdtemp(prefix="r"))
     head = None
     try:
-        head = Head(start, folder, *options, **environment)
+        head = Head(start, folder, *options, pools=pools)
         yield head
     finally:
         if head:
