@@ -35,12 +35,15 @@ from ingest.cluster import require_memory, require_resources
 from ingest.errors import IngestError, ResourceError
 from ingest.metrics import Stopwatch
 from ingest.plan import Cursors
+from ingest.readahead import ReadAhead
 from ingest.run import Maker, Run
 from ingest.slab import Slab
 from ingest.spec import WindowSpec
 from ingest.turns import Turns
 from ingest.window import Window
 
+EARLY_WINDOWS = 16  # before the end of a leg the next one starts: actors take seconds, where CPUs are free for them
+LEAVE_S = 5.0
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 
@@ -109,7 +112,7 @@ class _Server:
         self._world_size = world_size
         self._leg_windows = leg_windows
         self._specs = run.specs(cursors)
-        self._leg = -1
+        self._leg, self._windows = -1, 0
         self._iterators: list[Any] = []
         self._left: set[int] = set()
 
@@ -119,13 +122,13 @@ class _Server:
         if len(self._left) == self._world_size:
             ray.actor.exit_actor()
 
-    def iterator(self, leg: int, rank: int) -> Any:
-        """The iterator of one rank over a leg; None behind the last one. Ranks ask for legs in order."""
+    def iterator(self, leg: int, rank: int) -> tuple[Any, int]:
+        """The iterator of one rank over a leg, and its windows; 0 behind the last leg. Ranks ask for legs in order."""
         if leg > self._leg:
             specs = list(itertools.islice(self._specs, self._leg_windows))
             self._iterators = self._split(specs) if specs else [None] * self._world_size
-            self._leg = leg
-        return self._iterators[rank]
+            self._leg, self._windows = leg, len(specs)
+        return self._iterators[rank], self._windows
 
     def _split(self, specs: list[WindowSpec]) -> list[Any]:
         resources = self._run.config.resources
@@ -197,21 +200,39 @@ class Stream:
         return cls(ray.get_actor(name), name)
 
     def slabs(self, rank: int) -> Iterator[Slab]:
-        """The slabs of one rank, leg after leg.
+        """The slabs of one rank, leg after leg; each leg starts beside the last windows of the one before.
 
         Raises:
             IngestError: what failed in an actor, as its own class; ResourceError where Ray itself failed.
         """
+        legs = (self._leg(number, rank) for number in itertools.count())
+        leg: Iterator[tuple[Slab, int]] | None = next(legs)
+        first = None
         try:
-            for leg in itertools.count():
-                iterator = ray.get(self._server.iterator.remote(leg, rank))
-                if iterator is None:
-                    return
-                # The loader reads ahead. Ray would first fill its own prefetch, and the first slab wait for later ones.
-                batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-                yield from map(Slab.from_table, batches)
+            while leg is not None:
+                following = None
+                for slab, windows_left in leg:
+                    if following is None and windows_left <= EARLY_WINDOWS:
+                        rest = next(legs)
+                        first = ReadAhead(itertools.islice(rest, 1), 1, f"ingest-leg-{rank}")
+                        following = itertools.chain(first, rest)
+                    yield slab
+                leg = following
         except ray.exceptions.RayError as error:
             raise translated(error) from error
+        finally:
+            if first is not None:
+                first.close()
+                first.join(LEAVE_S)
+
+    def _leg(self, number: int, rank: int) -> Iterator[tuple[Slab, int]]:
+        """The slabs of one rank in one leg, each with the number of those that follow it."""
+        iterator, windows = ray.get(self._server.iterator.remote(number, rank))
+        if windows:
+            # The loader reads ahead. Ray would first fill its own prefetch, and the first slab wait for later ones.
+            batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+            for count, batch in enumerate(batches, 1):
+                yield Slab.from_table(batch), windows - count
 
     def leave(self, rank: int) -> None:
         """Says that a rank takes no more; with the last one the actors end and their CPUs come free."""

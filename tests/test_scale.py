@@ -16,7 +16,7 @@ from ingest.manifest import Manifest
 from ingest.plan import Plan, PlanSource
 from ingest.run import Run
 from ingest.source import FileEntry, SourceManifest
-from tests.conftest import ROOT, steps_without_ray, texts, write_config, write_corpus
+from tests.conftest import ROOT, steps_without_ray, texts, until, write_config, write_corpus
 
 FILES, ROW_GROUPS = 10_000, 100
 
@@ -120,3 +120,52 @@ def test_512_lanes_give_every_rank_its_own_rows_of_every_global_batch(tmp_path, 
         assert {len(part.rows) for part in parts} == {1024 // world_size}
         assert Counter(row for part in parts for row in rows_of(part)) == Counter(rows_of(whole))
     assert {len(found) for found in ranks} == {len(expected)}
+
+
+class Tables:
+    """The slabs of a leg, as Ray hands them out."""
+
+    def __init__(self, tables):
+        self._tables = tables
+
+    def iter_batches(self, **options):
+        yield from self._tables
+
+
+class Legs:
+    """Stands in for the stream's server: legs of 20 windows, and a note of those that were asked for."""
+
+    def __init__(self, tables):
+        self._legs = [tables[:20], tables[20:]]
+        self._asked = 0
+
+    def iterator(self, leg, rank):
+        self._asked = max(self._asked, leg + 1)
+        tables = self._legs[leg] if leg < len(self._legs) else []
+        return Tables(tables), len(tables)
+
+    def asked(self):
+        return self._asked
+
+
+@pytest.mark.ray
+def test_a_leg_starts_16_windows_before_the_one_before_ends(shared_ray, tmp_path, tokenizer_file):
+    import ray
+
+    from ingest.pipeline import Stream
+
+    write_corpus(tmp_path / "corpus", texts(400, seed=3), row_group_size=5)
+    tokenizer = {"path": str(tokenizer_file), "backend": "tokenizers"}
+    path = write_config(tmp_path / "run.yaml", tokenizer=tokenizer, shuffle={"window_tokens": 300})
+    run = Run.prepare(IngestConfig.from_yaml(path))
+    specs = list(itertools.islice(run.specs(run.start().cursors), 30))
+    tables = [slab.to_table() for spec in specs for slab in run.maker(spec).slabs(1)]
+    assert len(tables) == 30
+    server = ray.remote(Legs).remote(tables)
+    slabs = Stream(server, "legs").slabs(0)
+    taken = [next(slabs).window for _ in range(3)]
+    assert ray.get(server.asked.remote()) == 1
+    taken.append(next(slabs).window)
+    until(lambda: ray.get(server.asked.remote()) == 2, 30, "the next leg, with 16 windows of this one left")
+    assert taken + [slab.window for slab in slabs] == list(range(30))
+    assert ray.get(server.asked.remote()) == 3
