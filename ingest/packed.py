@@ -45,6 +45,7 @@ _SETTINGS = {
     "sequence_length": "packing.sequence_length",
     "tokenizer": "tokenizer (sha256)",
     "eos_token": "tokenizer.eos_token",
+    "bos_token": "tokenizer.bos_token",
     "token_dtype": "token_dtype",
 }
 
@@ -59,6 +60,7 @@ class PackedFormat:
         tokenizer: sha256 of the ``tokenizer.json``.
         eos_token: the token after every document.
         strategy: of the packing; a run with another one may read the file, since packed rows are not packed again.
+        bos_token: the one before every document; None without one.
     """
 
     sequence_length: int
@@ -66,6 +68,7 @@ class PackedFormat:
     tokenizer: str
     eos_token: str
     strategy: str
+    bos_token: str | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -81,7 +84,7 @@ class PackedFormat:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values; ``from_plain`` takes them back."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_plain(cls, plain: Any) -> PackedFormat:
@@ -93,7 +96,8 @@ class PackedFormat:
         length, dtype = plain["sequence_length"], plain["token_dtype"]
         if type(length) is not int or length < 1 or dtype not in ("uint16", "uint32"):
             raise ValueError(f"sequence_length {length!r} of {dtype!r}")
-        return cls(length, dtype, *(str(plain[name]) for name in ("tokenizer", "eos_token", "strategy")))
+        tokenizer, eos_token, strategy = (str(plain[name]) for name in ("tokenizer", "eos_token", "strategy"))
+        return cls(length, dtype, tokenizer, eos_token, strategy, plain.get("bos_token"))
 
     def require(self, wanted: PackedFormat, path: str) -> None:
         """Refuses a file whose rows are not those that the run would make itself.

@@ -154,6 +154,7 @@ class Run:
             tokenizer=tokenizer.sha256,
             eos_token=config.tokenizer.eos_token,
             strategy=config.packing.strategy,
+            bos_token=config.tokenizer.bos_token,
         )
 
     @cached_property

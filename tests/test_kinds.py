@@ -146,6 +146,14 @@ def test_packed_files_with_settings_of_another_kind_are_refused(tmp_path: Path) 
         prepared(tmp_path, "text", sources=sources)
 
 
+def test_rows_packed_without_the_bos_token_of_the_run_are_refused(tmp_path: Path) -> None:
+    run = packing_run(prepared(tmp_path, "text", epochs=1))
+    pack(made(run), run.packed_format, run.storage, str(tmp_path / "out"), lanes=4)
+    tokenizer = {"path": "tokenizer.json", "bos_token": "<|bos|>"}
+    with pytest.raises(ConfigError, match=r"tokenizer\.bos_token is None in the file and <\|bos\|> in the settings"):
+        prepared(tmp_path, "text", sources=[{"name": "packed", "path": "out"}], tokenizer=tokenizer)
+
+
 def test_another_template_column_rate_or_bos_is_refused_at_a_resume_by_name(tmp_path: Path) -> None:
     position = made(prepared(tmp_path, "all"))[3].position
     sources = [{"name": name, **source} for name, source in write_kinds(tmp_path, TEXTS).items()]
