@@ -163,8 +163,8 @@ def _admits(resources: ResourcesConfig, labels: Mapping[str, str]) -> bool:
 def require_memory(run: Run) -> None:
     """Compares the memory that windows of this size need with what the cluster has.
 
-    An actor holds the tokens of a window three times, and two windows at once. In the object store lie the
-    windows that ranks have open and ahead, and those that actors have made and nobody has taken yet.
+    An actor holds the tokens of the window that it makes twice, and those of the one that it ships. In the object store
+    lie the windows that ranks have open and ahead, and those that actors have made and nobody has taken yet.
 
     Raises:
         ResourceError: it does not fit; with the numbers and the window size that would.
@@ -172,7 +172,7 @@ def require_memory(run: Run) -> None:
     resources, wire = run.config.resources, run.largest_window_tokens * run.token_dtype.itemsize
     windows = resources.prefetch_windows + 2 + 2 * resources.min_actors
     demands = {
-        "memory": resources.min_actors * (6 * wire + INTERPRETER_BYTES),
+        "memory": resources.min_actors * (4 * wire + INTERPRETER_BYTES),
         "object_store_memory": windows * wire,
     }
     cluster = ray.cluster_resources()

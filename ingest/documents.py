@@ -27,6 +27,7 @@ from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 
 UNITS_AHEAD = 4  # row groups fetched at once, the one being tokenized included
 ARRAYS_AHEAD = 2  # of at most 256 documents, ready of each
+_FIRST_TOKENS = 1 << 20
 ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, little enough to stay in cache
 
 Encode = Callable[[pa.Array, UnitSpec, IntArray], tuple[TokenArray, IntArray]]
@@ -91,7 +92,7 @@ def tokenize(
     Raises:
         DataError: the tokenizer rejects a document; the message names file, row group and row.
     """
-    tokens: list[npt.NDArray[Any]] = [np.zeros(0, settings.token_dtype)]
+    tokens = _Growing(settings.token_dtype)
     lengths, units, rows = ([np.zeros(0, np.int64)] for _ in range(3))
     per_source = [SourceAccount() for _ in settings.columns]
     skips: list[Skip] = []
@@ -107,7 +108,7 @@ def tokenize(
                     counted += SourceAccount(read=part.num_rows, bad=part.num_rows)
                     continue
                 flat, counts, numbers = part
-                tokens.append(flat)
+                tokens.extend(flat)
                 lengths.append(counts)
                 units.append(np.full(len(counts), index, np.int64))
                 rows.append(numbers)
@@ -117,8 +118,30 @@ def tokenize(
             first_row += counted.read + empty
             watch.lap("tokenize")
     skipped = sum(source.empty for source in per_source)
-    arrays_D = (np.concatenate(tokens), np.concatenate(lengths), np.concatenate(units), np.concatenate(rows))
-    return Documents(*arrays_D, skipped, Account(tuple(per_source), tuple(skips)))
+    arrays_D = (np.concatenate(lengths), np.concatenate(units), np.concatenate(rows))
+    return Documents(tokens.array(), *arrays_D, skipped, Account(tuple(per_source), tuple(skips)))
+
+
+class _Growing:
+    """Tokens end to end in one array that grows in place: to join chunks would need their memory twice."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._array: npt.NDArray[Any] = np.empty(0, dtype)
+        self._used = 0
+
+    def extend(self, more: npt.NDArray[Any]) -> None:
+        """Appends tokens."""
+        end = self._used + len(more)
+        if end > len(self._array):
+            room = max(end, len(self._array) * 9 // 8, _FIRST_TOKENS)
+            self._array.resize(room, refcheck=False)  # moves pages, not bytes
+        self._array[self._used : end] = more
+        self._used = end
+
+    def array(self) -> npt.NDArray[Any]:
+        """All of them; nothing can be appended any more."""
+        self._array.resize(self._used, refcheck=False)
+        return self._array
 
 
 def encode_rows(
