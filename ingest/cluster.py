@@ -109,7 +109,7 @@ def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> No
     with _requested(resources, extra_cpus) if resources.cluster_wait_s else contextlib.nullcontext():
         while True:
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            sizes = [node["Resources"].get("CPU", 0.0) for node in nodes if _admits(resources, node["Labels"] or {})]
+            sizes = [node["Resources"].get("CPU", 0.0) for node in nodes if admits(resources, node["Labels"] or {})]
             total = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
             free, largest = ray.available_resources().get("CPU", 0.0), max(sizes, default=0)
             fits = total >= need and largest >= each and sum(sizes) >= fewest * each
@@ -125,11 +125,9 @@ def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> No
     if resources.label_selector:
         has += f", {sum(sizes):g} on nodes that resources.label_selector {resources.label_selector} admits"
     room = int(min(free - extra_cpus, sum(sizes)) // each)
-    step = (
-        f"set resources.tokenize_actors to {[room, room]}"
-        if room >= 1
-        else "add CPUs or lower resources.cpus_per_actor"
-    )
+    step = "label more nodes so" if resources.label_selector else "add CPUs or lower resources.cpus_per_actor"
+    if room >= 1:
+        step = f"set resources.tokenize_actors to {[room, room]}"
     raise ResourceError(
         f"the job must fit the cluster; needs {need:g} CPUs ({demand}), the cluster has {has}: {step}, "
         "start Ray with more num_cpus, or set resources.cluster_wait_s where an autoscaler will add nodes"
@@ -151,7 +149,7 @@ def _requested(resources: ResourcesConfig, extra_cpus: float) -> Iterator[None]:
         request_resources(bundles=[])
 
 
-def _admits(resources: ResourcesConfig, labels: Mapping[str, str]) -> bool:
+def admits(resources: ResourcesConfig, labels: Mapping[str, str]) -> bool:
     """Whether a node of these labels may tokenize; the forms are ``a``, ``!a``, ``in(a,b)`` and ``!in(a,b)``."""
     for key, rule in resources.label_selector.items():
         values = re.sub(r"^in\((.*)\)$", r"\1", rule.removeprefix("!")).replace(" ", "").split(",")

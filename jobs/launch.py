@@ -86,7 +86,7 @@ def fit(
                 name=options.name,
                 storage_path=options.storage,
                 checkpoint_config=CheckpointConfig(num_to_keep=2),
-                failure_config=FailureConfig(max_failures=3),
+                failure_config=FailureConfig(max_failures=options.max_failures),
             ),
         ).fit()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 POLL_S = 0.5
 
@@ -58,7 +59,10 @@ def send_log(mailbox: Any) -> logging.Logger:
 @contextlib.contextmanager
 def opened(say: Callable[[str], None]) -> Iterator[Any]:
     """A mailbox whose lines are said in this process until the block ends."""
-    mailbox: Any = Mailbox.remote()  # type: ignore[attr-defined]
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )  # other nodes come and go
+    mailbox: Any = Mailbox.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
     done = threading.Event()
 
     def listen() -> None:

@@ -100,6 +100,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--worker-resource", metavar="NAME", help=resource_help)
     parser.add_argument("--max-steps", type=int, metavar="K", help="stop after step K; default: the end of the data")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
+    failures_help = "how often a group that failed starts again (default 3); -1: for ever"
+    parser.add_argument("--max-failures", type=int, default=3, metavar="N", help=failures_help)
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
     options = parser.parse_args(arguments)
     options.storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())

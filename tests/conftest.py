@@ -50,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How much the long tests do; the defaults are what ``make test`` runs."""
     parser.addoption("--parity-mb", type=int, default=0, help="megabytes of installed text to compare tokenizers on")
     parser.addoption("--parity-vocab", type=int, default=8192, help="ids of the tokenizers that are compared")
+    parser.addoption("--soak-minutes", type=float, default=0.7, help="of test_soak.py (default 0.7)")
+    parser.addoption("--soak-seed", type=int, help="of its kills; default: another one each time")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -146,14 +148,18 @@ def tokenizer_file(tmp_path_factory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
-def steps_without_ray(config: Path | IngestConfig, start: Position | None = None) -> list[Step]:
-    """Every global batch of a run from ``start`` on, made in this process by the core alone."""
+def steps_without_ray(
+    config: Path | IngestConfig, start: Position | None = None, count: int | None = None
+) -> list[Step]:
+    """Every global batch of a run from ``start`` on, or the first ``count``, made in this process by the core alone."""
     config = config if isinstance(config, IngestConfig) else IngestConfig.from_yaml(config)
     run = Run.prepare(config)
     start = start or run.start()
     slabs = (slab for spec in run.specs(start.cursors) for slab in run.maker(spec).slabs(1))
     lanes = Lanes(config.lanes, config.global_batch_rows)
-    return list(steps(slabs, start, lanes, run.tokenizer.eos_id, config.total_tokens, run.check))
+    return list(
+        itertools.islice(steps(slabs, start, lanes, run.tokenizer.eos_id, config.total_tokens, run.check), count)
+    )
 
 
 def lines_of(found: Sequence[Step], before: Position | None = None) -> list[dict[str, Any]]:
