@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -10,7 +11,15 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train import (
+    CheckpointConfig,
+    ControllerError,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchTrainer
 
 import ingest
@@ -30,6 +39,8 @@ def check(options: argparse.Namespace) -> ingest.IngestConfig:
     for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
         if count is not None and count < 1:
             raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
+    if options.max_failures < -1:
+        raise ingest.ConfigError(f"--max-failures must be >= -1; got {options.max_failures}: set it to -1 for ever")
     require_no_credential("--storage", options.storage)
     config = ingest.IngestConfig.from_yaml(options.config)
     low, high = options.num_workers
@@ -51,9 +62,32 @@ def fit(
     """Runs ``train`` on every worker, saying here what they log.
 
     Raises:
-        ResourceError: the cluster lacks the CPUs.
-        WorkerGroupError: a worker failed more often than is forgiven.
+        ResourceError: the cluster lacks the CPUs or GPUs.
+        TrainingFailedError: a worker failed more often than is forgiven.
     """
+    group = _group(options, config)
+    with opened(print) as mailbox:
+        settings = {"mailbox": mailbox, "config": config.to_dict()}
+        for name in ("max_steps", "checkpoint_every", "learning_rate", "parallel"):
+            settings[name] = getattr(options, name)
+        run = RunConfig(
+            name=options.name,
+            storage_path=options.storage,
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+        )
+        for left in itertools.count(options.max_failures, -1):  # never 0 where it begins below
+            try:
+                return TorchTrainer(train, train_loop_config=settings, scaling_config=group, run_config=run).fit()
+            except ControllerError as error:  # Ray Train gives up where a worker is lost while its group starts
+                if left == 0:
+                    raise
+                print(f"the group did not start, it is tried again: {_one_line(error)}")
+    raise AssertionError
+
+
+def _group(options: argparse.Namespace, config: ingest.IngestConfig) -> ScalingConfig:
+    """The workers, on a cluster that has what they and tokenization need."""
     low, high = options.num_workers
     ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
     require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
@@ -66,41 +100,28 @@ def fit(
         )
     own = {options.worker_resource: 1} if options.worker_resource else {}
     workers: Any = low if low == high else (low, high)
-    with opened(print) as mailbox:
-        return TorchTrainer(
-            train,
-            train_loop_config={
-                "mailbox": mailbox,
-                "config": config.to_dict(),
-                "max_steps": options.max_steps,
-                "checkpoint_every": options.checkpoint_every,
-                "learning_rate": options.learning_rate,
-                "parallel": options.parallel,
-            },
-            scaling_config=ScalingConfig(
-                num_workers=workers,
-                use_gpu=use_gpu,
-                resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu), **own},
-            ),
-            run_config=RunConfig(
-                name=options.name,
-                storage_path=options.storage,
-                checkpoint_config=CheckpointConfig(num_to_keep=2),
-                failure_config=FailureConfig(max_failures=options.max_failures),
-            ),
-        ).fit()
+    return ScalingConfig(
+        num_workers=workers,
+        use_gpu=use_gpu,
+        resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu), **own},
+    )
 
 
-def explain(failed: WorkerGroupError) -> int:
+def explain(failed: TrainingFailedError) -> int:
     """Says which rank failed and why, one line each.
 
     Returns:
         The exit code: 2 where the input is at fault, else 1.
     """
+    ranks = failed.worker_failures if isinstance(failed, WorkerGroupError) else {}
+    failures = {f"rank {rank}": failure for rank, failure in sorted(ranks.items())} or {"all ranks": failed}
     codes = []
-    for rank, failure in sorted(failed.worker_failures.items()):
+    for who, failure in failures.items():
         cause = cause_of(failure)
-        told = cause or failure
-        print(f"rank {rank}: {type(told).__name__}: {told}", file=sys.stderr)
+        print(f"{who}: {f'{type(cause).__name__}: {cause}' if cause else _one_line(failure)}", file=sys.stderr)
         codes.append(1 if cause is None or isinstance(cause, ingest.ResourceError) else cause.exit_code)
-    return max(codes, default=1)
+    return max(codes)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:600]

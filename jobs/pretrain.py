@@ -18,7 +18,7 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import WorkerGroupError
+from ray.train import TrainingFailedError
 
 import ingest
 from jobs.launch import CPUS_PER_TRAINER, check, explain, fit
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ingest.IngestError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    except WorkerGroupError as failed:
+    except TrainingFailedError as failed:
         return explain(failed)
     report(result, time.perf_counter() - began)
     more = ["--max-steps", str(2 * options.max_steps)] if options.max_steps else []

@@ -182,6 +182,7 @@ def changed(config, **settings):
         ([], {"sources": [{"name": "only", "path": "corpus", "text_column": "body"}]}, "DataError: "),
         ([], {"lane": 8}, "ConfigError: "),
         (["--max-steps", "0"], {}, "ConfigError: --max-steps must be > 0; got 0: "),
+        (["--max-failures", "-2"], {}, "ConfigError: --max-failures must be >= -1; got -2: "),
         (["--checkpoint-every", "0"], {}, "ConfigError: --checkpoint-every must be > 0; got 0: "),
     ],
 )
