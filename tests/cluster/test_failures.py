@@ -121,7 +121,7 @@ def assert_undisturbed(folder, config, attempts):
 @pytest.mark.parametrize(
     "loop",
     [
-        pytest.param(loses_rank(0), id="rank 0, which opened the stream"),
+        pytest.param(loses_rank(0), id="rank 0, which opened the stream", marks=pytest.mark.slow),
         pytest.param(loses_rank(1), id="rank 1", marks=pytest.mark.slow),
         pytest.param(loses_process("ray::SplitCoordinator"), id="the splitter", marks=pytest.mark.slow),
         pytest.param(loses_process("ray::_Server"), id="the server", marks=pytest.mark.slow),

@@ -39,6 +39,7 @@ def tokenizing(process):
     return [each.pid for each in process.tree() if each.name().startswith("ray::MapWorker")]
 
 
+@pytest.mark.slow
 def test_actors_start_on_the_nodes_that_the_labels_admit_and_a_demand_that_none_meets_is_refused(head, stream):
     refused = stream(tokenize_actors=1, label_selector={"pool": "tokenize"}).wait(100)
     assert refused.code == 2
