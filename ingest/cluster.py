@@ -14,12 +14,13 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.services import canonicalize_bootstrap_address
 
 from ingest.config import IngestConfig, ResourcesConfig
 from ingest.errors import ResourceError
+from ingest.forecast import actor_bytes
 from ingest.run import Run
 
-INTERPRETER_BYTES = 300 << 20  # an actor before it has read anything
 CONNECT_S = 10.0
 LOCAL_FACTOR = 4  # logical CPUs a core at most where Ray is started here: each is a process of 200 MB
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
@@ -28,7 +29,8 @@ SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come fr
 def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
     """Joins the Ray cluster there is, or starts a local one with as many logical CPUs as the job needs.
 
-    ``RAY_ADDRESS`` names the cluster; ``local`` starts one even where another runs on this machine.
+    ``RAY_ADDRESS`` names the cluster; ``local`` starts one even where another runs on this machine. Unset, the one
+    that ``ray start`` began on this machine is joined.
 
     Args:
         config: its ``resources`` say what tokenization needs.
@@ -41,17 +43,15 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
         return
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    address = os.environ.get("RAY_ADDRESS")
-    if address and address not in ("local", "auto"):
-        _require_listener(address)
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     if address != "local":
-        with contextlib.suppress(ConnectionError):
-            ray.init(address=address or "auto", **quiet)
-            return
-        if address:
-            raise ResourceError(
-                f"RAY_ADDRESS must name a running cluster; got {address}: start it, or unset RAY_ADDRESS"
-            )
+        found = running() if address == "auto" else _listening(address)
+        if found is not None:
+            with contextlib.suppress(ConnectionError):
+                ray.init(address=found, **quiet)
+                return
+        if os.environ.get("RAY_ADDRESS"):
+            raise ResourceError(f"RAY_ADDRESS must name a running cluster; got {address}: start it, or set it to local")
     need = config.resources.min_actors * config.resources.cpus_per_actor + extra_cpus
     cores = os.cpu_count() or 1
     cpus = max(cores, math.ceil(need))
@@ -82,15 +82,26 @@ def _loopback() -> Iterator[None]:
             os.environ[name] = set_before
 
 
-def _require_listener(address: str) -> None:
-    """Refuses an address that nobody listens at; Ray itself would try for a quarter of an hour."""
+def running() -> str | None:
+    """The address of the cluster that ``ray start`` began on this machine; None if there is none or nobody answers.
+
+    Ray's note of the last cluster outlives it, and Ray tries an address for a quarter of an hour.
+    """
+    try:
+        noted: str | None = canonicalize_bootstrap_address(None)  # type: ignore[arg-type]
+    except ConnectionError:
+        return None
+    return noted and _listening(noted)
+
+
+def _listening(address: str) -> str | None:
+    """The address, where somebody listens at it."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise ResourceError(
-            f"RAY_ADDRESS must name a running cluster; got {address}, {error}: start it, or unset RAY_ADDRESS"
-        ) from None
+    except (OSError, ValueError, OverflowError):
+        return None
+    return address
 
 
 def require_resources(resources: ResourcesConfig, extra_cpus: float = 0.0) -> None:
@@ -161,8 +172,8 @@ def admits(resources: ResourcesConfig, labels: Mapping[str, str]) -> bool:
 def require_memory(run: Run) -> None:
     """Compares the memory that windows of this size need with what the cluster has.
 
-    An actor holds the tokens of the window that it makes twice, and those of the one that it ships. In the object store
-    lie the windows that ranks have open and ahead, and those that actors have made and nobody has taken yet.
+    In the object store lie the windows that ranks have open and ahead, and those that actors have made and nobody has
+    taken yet; for the actors themselves see ``forecast.actor_bytes``.
 
     Raises:
         ResourceError: it does not fit; with the numbers and the window size that would.
@@ -170,7 +181,7 @@ def require_memory(run: Run) -> None:
     resources, wire = run.config.resources, run.largest_window_tokens * run.token_dtype.itemsize
     windows = resources.prefetch_windows + 2 + 2 * resources.min_actors
     demands = {
-        "memory": resources.min_actors * (4 * wire + INTERPRETER_BYTES),
+        "memory": resources.min_actors * actor_bytes(wire),
         "object_store_memory": windows * wire,
     }
     cluster = ray.cluster_resources()

@@ -12,6 +12,8 @@ from typing import Any
 
 from ingest.run import Run
 
+INTERPRETER_BYTES = 300 << 20  # an actor before it has read anything
+
 MAX_WINDOWS = 100_000  # planned one by one up to here; beyond, figures are of this many
 # One core; measure yours with `ingest stream --ceiling`.
 ACTOR_TOKENS_PER_S = {"tokenizers": 300_000, "tiktoken": 1_300_000, "packed": 50_000_000}
@@ -49,7 +51,7 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
         "padding_bound": bound,
         "lanes": lanes,
         "world_sizes": " ".join(str(size) for size in range(1, lanes + 1) if lanes % size == 0),
-        "actor_memory_bytes": int(2 * largest * 3 * run.token_dtype.itemsize),
+        "actor_memory_bytes": actor_bytes(largest * run.token_dtype.itemsize),
         "demanded_tokens_per_s": rate,
         "demanded_bytes_per_s": rate * text_bytes / one_pass,
         "demanded_actors": math.ceil(rate / ACTOR_TOKENS_PER_S[backend]),
@@ -88,3 +90,12 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
             "with epochs, a source that has finished its passes leaves the mix: total_tokens keeps the weights"
         )
     return found
+
+
+def actor_bytes(window_bytes: int) -> int:
+    """Memory of an actor for windows of so many bytes of tokens.
+
+    It holds the tokens of the window that it makes twice, and once those of the one that it ships; the fourth is for
+    the text that is read ahead and what the allocator keeps.
+    """
+    return 4 * window_bytes + INTERPRETER_BYTES

@@ -106,8 +106,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())
     given = sys.argv[1:] if arguments is None else arguments
-    last = max((i for i, word in enumerate(given) if word == "--max-steps"), default=len(given))
-    options.arguments = [*given[:last], *given[last + 2 :]]
+    stops = [place for place, word in enumerate(given) if "--max-steps" in (word, *given[max(0, place - 1) : place])]
+    options.arguments = [word for place, word in enumerate(given) if place not in stops]
     return options
 
 

@@ -74,4 +74,6 @@ def report(result: ray.train.Result, wall_s: float) -> None:
     """Prints the last reported metrics and where the last checkpoint lies."""
     checkpoint = None if result.checkpoint is None else result.checkpoint.path
     for name, value in {**(result.metrics or {}), "wall_s": wall_s, "checkpoint": checkpoint}.items():
+        if value is None:
+            continue
         print(f"{name:<16} {value:,.4g}" if isinstance(value, float) else f"{name:<16} {value}")
