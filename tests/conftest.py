@@ -40,8 +40,8 @@ hypothesis.settings.load_profile("ingest")
 
 CORE = (
     *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
-    *("packed", "packing", "parquet", "plan", "position", "readahead", "resume", "retry", "run", "slab", "storage"),
-    *("strategies", "tokenizer", "turns", "window"),
+    *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
+    *("storage", "strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How much the long tests do; the defaults are what ``make test`` runs."""
     parser.addoption("--parity-mb", type=int, default=0, help="megabytes of installed text to compare tokenizers on")
     parser.addoption("--parity-vocab", type=int, default=8192, help="ids of the tokenizers that are compared")
+    parser.addoption("--long", action="store_true", help="the tests of minutes too: lost ranks and nodes, autoscaling")
     parser.addoption("--soak-minutes", type=float, default=0.7, help="of test_soak.py (default 0.7)")
     parser.addoption("--soak-seed", type=int, help="of its kills; default: another one each time")
 
@@ -60,9 +61,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if shell and config.getoption("markexpr") == "core" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``-m core`` chooses what needs nothing but this process: the tests of the modules without Ray and torch."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``-m core`` chooses what needs nothing but this process: the tests of the modules without Ray and torch.
+
+    Tests of a cluster that take minutes wait for ``--long``.
+    """
     for item in items:
+        minutes = item.get_closest_marker("cluster") and item.get_closest_marker("slow")
+        if minutes and not config.getoption("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --long tests/cluster"))
         if item.path.stem.removeprefix("test_") in CORE and not any(item.get_closest_marker(name) for name in OUTSIDE):
             item.add_marker("core")
 
