@@ -1,6 +1,6 @@
 """Actors, workers, the splitter and the server are killed at random, again and again: the steps of a quiet run.
 
-``pytest tests/cluster/test_soak.py --soak-minutes 30`` soaks for half an hour, one kill about every twenty seconds. The
+``pytest --long tests/cluster/test_soak.py --soak-minutes 30`` soaks for half an hour, one kill about every twenty seconds. The
 seed of the kills is printed; ``--soak-seed`` repeats it.
 """
 
