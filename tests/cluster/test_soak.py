@@ -1,7 +1,7 @@
 """Actors, workers, the splitter and the server are killed at random, again and again: the steps of a quiet run.
 
-``pytest --long tests/cluster/test_soak.py --soak-minutes 30`` soaks for half an hour, one kill about every twenty seconds. The
-seed of the kills is printed; ``--soak-seed`` repeats it.
+``pytest --long tests/cluster/test_soak.py --soak-minutes 30`` soaks for half an hour, with a kill about every twenty
+seconds. The seed of the kills is printed; ``--soak-seed`` repeats it.
 """
 
 from __future__ import annotations
