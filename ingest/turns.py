@@ -13,9 +13,12 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+SETTLE_S = 0.05  # an idle thread waits so long for an earlier window than the first one that is asked for
 
 T = TypeVar("T")
 
@@ -38,9 +41,15 @@ class Turns:
 
     def _run(self) -> None:
         while True:
-            _, _, future, call = self._waiting.get()
+            idle = self._waiting.empty()
+            first = self._waiting.get()
+            if idle:  # Ray starts the calls of an actor together, in either order
+                time.sleep(SETTLE_S)
+                self._waiting.put(first)
+                first = self._waiting.get()
+            _, _, future, call = first
             try:
                 future.set_result(call())
             except BaseException as error:  # raised again by result()
                 future.set_exception(error)
-            del future, call  # or a window would stay in memory until the next one is asked for
+            del first, future, call  # or a window would stay in memory until the next one is asked for

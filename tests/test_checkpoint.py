@@ -67,6 +67,7 @@ def world(folder, rank=0, size=1):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
     try:
         yield
+        dist.barrier()  # a rank that leaves while another one is at work would end it
     finally:
         dist.destroy_process_group()
 

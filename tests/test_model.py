@@ -167,6 +167,7 @@ def train_as_one_of_two_ranks(rank, folder):
     model = DistributedDataParallel(GPT(SMALL).double())
     losses = train_two_steps(model, [batch_of(*UNEQUAL[rank]), batch_of(*UNEQUAL[2 + rank])])
     torch.save((losses, model.module.state_dict()), folder / f"{rank}.pt")
+    dist.barrier()  # a rank that leaves while another one is at work would end it
     dist.destroy_process_group()
 
 

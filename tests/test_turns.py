@@ -29,6 +29,15 @@ def test_of_the_calls_that_wait_the_earliest_window_is_next_and_ties_keep_their_
     assert made == [1, 3, 2, 0]
 
 
+def test_an_idle_thread_lets_an_earlier_window_that_comes_at_once_go_first() -> None:
+    turns, made = Turns(), []
+    turns.submit(-1, lambda: None).result(10)
+    calls = [turns.submit(ordinal, lambda ordinal=ordinal: made.append(ordinal)) for ordinal in (1, 0)]
+    for call in calls:
+        call.result(10)
+    assert made == [0, 1]
+
+
 def test_every_call_runs_on_one_thread() -> None:
     turns = Turns()
     threads = [turns.submit(ordinal, threading.get_ident).result(10) for ordinal in range(3)]
