@@ -116,22 +116,25 @@ class Account:
         Raises:
             KeyError, TypeError, ValueError: it is not what ``to_plain`` gives.
         """
-        sources = tuple(
-            SourceAccount(**{f.name: _natural(plain["sources"][n][f.name]) for f in _FIELDS}) for n in names
-        )
+        sources = tuple(SourceAccount(**{f.name: natural(plain["sources"][n][f.name]) for f in _FIELDS}) for n in names)
         skips = tuple(
-            Skip(_natural(s), str(p), int(group), int(row), int(rows), str(why))
+            Skip(natural(s), str(p), int(group), int(row), int(rows), str(why))
             for s, p, group, row, rows, why in plain["skips"]
         )
         sources = () if all(source == SourceAccount() for source in sources) else sources
-        return cls(sources, skips, _natural(plain["skipped_files"]))
+        return cls(sources, skips, natural(plain["skipped_files"]))
 
 
 NOTHING = Account()
 _FIELDS = fields(SourceAccount)
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
+    """The value, where it is a count.
+
+    Raises:
+        ValueError: it is no int from 0 on.
+    """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a count is due")
     return value

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ingest.account import NOTHING, Account
+from ingest.account import NOTHING, Account, natural
 from ingest.errors import ResumeError
 from ingest.plan import Cursors
 from ingest.slab import Counts, Prefix, cursors_from_json, cursors_to_json
@@ -108,8 +108,8 @@ class Position:
                 )
             names = _source_names(_plain(value["fingerprint"]))
             position = cls(
-                step=_natural(value["step"]),
-                offset=_natural(value["offset"]),
+                step=natural(value["step"]),
+                offset=natural(value["offset"]),
                 cursors=_cursors_from_json(value["cursors"]),
                 base=_counts_from_json(value["window_start"], names),
                 counts=_counts_from_json(value, names),
@@ -215,16 +215,16 @@ def _counts_to_json(counts: Counts, names: list[str]) -> dict[str, Any]:
 def _source_names(fingerprint: Fingerprint) -> list[str]:
     """In the config's order, which a store that sorts the keys of JSON loses."""
     sources = fingerprint["sources"]
-    return sorted(sources, key=lambda name: _natural(sources[name]["index"]))
+    return sorted(sources, key=lambda name: natural(sources[name]["index"]))
 
 
 def _counts_from_json(value: Any, names: list[str]) -> Counts:
-    per_source = tuple(_natural(value["source_tokens"][name]) for name in names)
+    per_source = tuple(natural(value["source_tokens"][name]) for name in names)
     digest = value["digest"]
     if not re.fullmatch("[0-9a-f]{16}", digest):
         raise ValueError(f"digest {digest!r}")
     tokens, documents, cut, skipped = (
-        _natural(value[name]) for name in ("tokens", "documents", "documents_cut", "skipped")
+        natural(value[name]) for name in ("tokens", "documents", "documents_cut", "skipped")
     )
     account = Account.from_plain(value["account"], names)
     return Counts(tokens, documents, cut, skipped, per_source, int(digest, 16), account)
@@ -233,14 +233,8 @@ def _counts_from_json(value: Any, names: list[str]) -> Counts:
 def _cursors_from_json(value: Any) -> Cursors:
     cursors = cursors_from_json(value)
     for number in (cursors.window, *(n for c in cursors.sources for n in (c.epoch, c.unit, c.served))):
-        _natural(number)
+        natural(number)
     return cursors
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} where a count is due")
-    return value
 
 
 def _plain(value: Any, depth: int = 8) -> Any:
