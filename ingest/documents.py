@@ -44,7 +44,6 @@ class Documents:
         lengths_D: int64 [D], at least 1.
         unit_D: int64 [D], index into the window's units.
         row_D: int64 [D], row in its row group.
-        skipped: rows without text.
         account: of the rows that were read.
     """
 
@@ -52,8 +51,12 @@ class Documents:
     lengths_D: IntArray
     unit_D: IntArray
     row_D: IntArray
-    skipped: int
     account: Account
+
+    @property
+    def skipped(self) -> int:
+        """Rows without text."""
+        return sum(source.empty for source in self.account.sources)
 
 
 class UnitTexts:
@@ -98,7 +101,7 @@ def tokenize(
     skips: list[Skip] = []
     for index, arrays in units_texts:
         unit, first_row = spec.units[index], 0
-        skip = bool(settings.skips) and settings.skips[unit.source]
+        skip = settings.skips_rows(unit.source)
         for array in arrays:
             watch.lap("read")
             counted = SourceAccount()
@@ -117,9 +120,8 @@ def tokenize(
             per_source[unit.source] += counted + SourceAccount(read=empty, empty=empty)
             first_row += counted.read + empty
             watch.lap("tokenize")
-    skipped = sum(source.empty for source in per_source)
     arrays_D = (np.concatenate(lengths), np.concatenate(units), np.concatenate(rows))
-    return Documents(tokens.array(), *arrays_D, skipped, Account(tuple(per_source), tuple(skips)))
+    return Documents(tokens.array(), *arrays_D, Account(tuple(per_source), tuple(skips)))
 
 
 class _Growing:

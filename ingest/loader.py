@@ -30,7 +30,6 @@ from ingest.run import Run
 from ingest.slab import Slab
 
 _log = logging.getLogger("ingest")
-LEAVE_S = 5.0  # the stream ends with its last rank, usually within half a second; longer while others go on
 
 T = TypeVar("T", Step, Batch)
 
@@ -217,4 +216,4 @@ class Feed(ReadAhead[Slab]):
         """Leaves the stream and ends the thread: whoever shuts Ray down next must not find it in a call."""
         super().close()
         self._stream.leave(self._rank)
-        self.join(LEAVE_S)
+        self.join()

@@ -43,7 +43,6 @@ from ingest.turns import Turns
 from ingest.window import Window
 
 EARLY_WINDOWS = 16  # before the end of a leg the next one starts: actors take seconds, where CPUs are free for them
-LEAVE_S = 5.0
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 
@@ -223,7 +222,7 @@ class Stream:
         finally:
             if first is not None:
                 first.close()
-                first.join(LEAVE_S)
+                first.join()
 
     def _leg(self, number: int, rank: int) -> Iterator[tuple[Slab, int]]:
         """The slabs of one rank in one leg, each with the number of those that follow it."""

@@ -26,12 +26,8 @@ import xxhash
 
 PLAN_VERSION = 1  # in the fingerprint; raise it with any change of order, and say so in CHANGELOG.md
 
-_UNITS, _DOCUMENTS, _ROWS, _TRANSFORMS = (
-    1,
-    2,
-    3,
-    4,
-)  # streams of random numbers, so that no two permutations share their keys
+# Streams of random numbers, so that no two uses share their keys.
+_UNITS, _DOCUMENTS, _ROWS, _TRANSFORMS = 1, 2, 3, 4
 
 
 def permutation(count: int, seed: int, stream: int, *key: int) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("ingest")
 WARN_S = 60.0
+LEAVE_S = 5.0  # a stream ends with its last rank, usually within half a second; longer while others go on
 
 
 class _End:
@@ -71,9 +72,9 @@ class ReadAhead(Generic[T]):
             self._items.clear()
             self._changed.notify_all()
 
-    def join(self, limit_s: float) -> None:
-        """Waits for the thread to end, after ``close`` and whatever lets its current item end."""
-        self._thread.join(limit_s)
+    def join(self) -> None:
+        """Waits ``LEAVE_S`` for the thread to end, after ``close`` and whatever lets its current item end."""
+        self._thread.join(LEAVE_S)
 
     def _get(self) -> T | _End:
         waited = 0.0

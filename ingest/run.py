@@ -56,7 +56,7 @@ class Maker:
 
     def _read(self, unit: UnitSpec, columns: Columns) -> Iterator[Any]:
         expect = (unit.size_bytes, unit.footer_hash)
-        skip = any(self.settings.skips) and self.settings.skips[unit.source]
+        skip = self.settings.skips_rows(unit.source)
         return read_documents(self.storage, unit.path, unit.row_group, columns, expect, skip=skip)
 
     def _read_packed(self, unit: UnitSpec) -> PackedRows:

@@ -54,3 +54,7 @@ class WindowSettings:
     token_dtype: str
     strategy: Strategy = "concat"
     skips: tuple[bool, ...] = ()
+
+    def skips_rows(self, source: int) -> bool:
+        """Whether rows of a source that cannot be read are skipped."""
+        return bool(self.skips) and self.skips[source]
