@@ -25,7 +25,7 @@ from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
 from ingest.packed import PackedFormat, packed_format, tokens_column
-from ingest.parquet import find_columns, read_documents, read_footer
+from ingest.parquet import column_chunks, find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
 from ingest.spec import UnitSpec
 from ingest.storage import FileInfo, Storage
@@ -164,14 +164,20 @@ def require_files(source: SourceManifest, settings: SourceConfig) -> None:
 def _index_or_skip(storage: Storage, file: FileInfo, columns: Columns, skip: bool) -> _Indexed | str:
     """What is known of a file, or why it cannot be read."""
     try:
-        return _index(storage, file, columns)
+        return index_file(storage, file, columns)
     except DataError as error:
         if not skip:
             raise
         return str(error).removeprefix(file.path).lstrip(" :")
 
 
-def _index(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
+def index_file(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
+    """What the footer of a file says of its units.
+
+    Raises:
+        DataError: it is damaged, or lacks a column.
+        StorageError: it cannot be read.
+    """
     footer = read_footer(storage, file.path)
     packed = packed_format(footer.metadata, file.path)
     leaves = (
@@ -180,11 +186,17 @@ def _index(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     entry = FileEntry(file.path, footer.size_bytes, footer.hash, file.version)
     groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
     full = [(number, group) for number, group in groups if group.num_rows]
+    numbers = [number for number, _ in full]
+    for number, group in full:
+        if group.num_rows < 0:
+            rule = f"{file.path}: row group {number} must have 0 rows or more"
+            raise DataError(f"{rule}; got {group.num_rows}: restore it or leave it out")
+    of_groups = column_chunks(footer.metadata, numbers, leaves, file.path, footer.size_bytes)
     return _Indexed(
         entry,
-        [number for number, _ in full],
+        numbers,
         [group.num_rows for _, group in full],
-        [sum(group.column(index).total_uncompressed_size for index in leaves) for _, group in full],
+        [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in of_groups],
         packed,
     )
 

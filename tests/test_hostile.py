@@ -230,6 +230,22 @@ class Child:
             self.process = None
 
 
+def test_statistics_that_contradict_their_column_are_refused_by_name_and_do_not_end_the_process(tmp_path):
+    """Nullable text, declared to be required: its statistics count one level too many, at which pyarrow aborts."""
+    pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    data = (tmp_path / "a.parquet").read_bytes()
+    repetition = data.rindex(b"\x15\x0c\x25\x02\x18\x04text") + 3  # of a BYTE_ARRAY: OPTIONAL, zigzag(1)
+    child = Child(tmp_path / "a.parquet")
+    try:
+        assert child.ask([(repetition, 0x02)]) == "DataError"
+    finally:
+        child.end()
+    (tmp_path / "b.parquet").write_bytes(data[:repetition] + b"\0" + data[repetition + 1 :])
+    words = r"b\.parquet must be a Parquet file; its footer is damaged \(Definition level histogram size mismatch"
+    with pytest.raises(DataError, match=words):
+        documents(tmp_path / "b.parquet")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -246,7 +262,9 @@ def test_a_damaged_file_is_refused_or_gives_the_very_text_and_neither_hangs_nor_
     words = [f"word{i} " * 5 if i % 7 else None for i in range(40)]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": words}), path, row_group_size=20, write_page_checksum=True, **options)
-    flip = st.tuples(st.integers(0, path.stat().st_size - 1), st.integers(0, 7).map(lambda bit: 1 << bit))
+    end = path.stat().st_size - 1
+    places = st.integers(0, end) | st.integers(end - read_footer(Storage(), str(path)).metadata.serialized_size, end)
+    flip = st.tuples(places, st.integers(0, 7).map(lambda bit: 1 << bit))
     child = Child(path)
 
     @settings(max_examples=FUZZ_EXAMPLES, suppress_health_check=list(HealthCheck))
