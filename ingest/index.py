@@ -187,10 +187,6 @@ def index_file(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
     full = [(number, group) for number, group in groups if group.num_rows]
     numbers = [number for number, _ in full]
-    for number, group in full:
-        if group.num_rows < 0:
-            rule = f"{file.path}: row group {number} must have 0 rows or more"
-            raise DataError(f"{rule}; got {group.num_rows}: restore it or leave it out")
     of_groups = column_chunks(footer.metadata, numbers, leaves, file.path, footer.size_bytes)
     return _Indexed(
         entry,

@@ -169,7 +169,8 @@ def column_chunks(
         size_bytes: of the file.
 
     Raises:
-        DataError: a chunk lies outside the file, or its statistics are impossible.
+        DataError: a chunk lies outside the file, its statistics are impossible, or it holds more rows than are counted,
+            which would be lost.
     """
     names = [metadata.schema.column(index).path for index in leaves]
     reader = pq.ParquetFile(pa.PythonFile(_Unread(size_bytes), mode="r"), metadata=metadata, pre_buffer=True)
@@ -180,8 +181,19 @@ def column_chunks(
     except (OSError, ValueError, pa.ArrowException) as error:
         what = f"{path} must be a Parquet file; its footer is damaged ({one_line(error)})"
         raise DataError(f"{what}: restore it or leave it out") from error
-    groups = map(metadata.row_group, row_groups)
-    return [[group.column(index) for index in leaves] for group in groups]
+    found = []
+    for number in row_groups:
+        group = metadata.row_group(number)
+        found.append([group.column(index) for index in leaves])
+        for index, chunk in zip(leaves, found[-1], strict=True):
+            most = (
+                max(0, group.num_rows) if not metadata.schema.column(index).max_repetition_level else chunk.num_values
+            )
+            if group.num_rows < 0 or chunk.total_uncompressed_size < 0 or chunk.num_values > most:
+                got = f"{group.num_rows} rows, {chunk.num_values} values of {chunk.total_uncompressed_size} bytes"
+                rule = f"{path}: row group {number} must count its rows as its columns do"
+                raise DataError(f"{rule}; got {got} in {chunk.path_in_schema}: restore it or leave it out")
+    return found
 
 
 def read_documents(

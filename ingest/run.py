@@ -104,6 +104,10 @@ class Run:
                 if source.name in own:
                     rule = f"source {source.name}: packed files must be read as they are"
                     raise ConfigError(f"{rule}; got {', '.join(own[source.name].identity)}: leave these settings out")
+                if settings.allowed.skip_rows:
+                    rule = f"source {source.name}: on_error.skip_rows must be 0 where rows are packed"
+                    why = "nobody knows which documents a damaged one held, so they could not be counted"
+                    raise ConfigError(f"{rule}; got {settings.allowed.skip_rows:g}, and {why}: leave it out")
         tokenizer.verify(run.first_documents())
         if progress and config.tokenizer.backend == "auto" and tokenizer.backend_name != "tiktoken":
             progress(f"tokenizer backend: {tokenizer.backend_name}, as {tokenizer.backend_reason}")

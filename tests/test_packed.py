@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -473,6 +474,20 @@ def test_data_packed_with_other_settings_is_refused_with_both_values(sample: Pat
         ConfigError, match=rf"rows/packed-00000\.parquet must be packed .*{values}: set what .*ingest pack"
     ):
         Run.prepare(IngestConfig.from_dict(settings))
+
+
+def test_packed_rows_cannot_be_skipped_and_packed_files_can(sample: Path, tmp_path: Path) -> None:
+    settings = IngestConfig.from_yaml(sample / "packed.yaml").to_dict()
+    shutil.copytree(sample / "rows", tmp_path / "rows")
+    (tmp_path / "rows/packed-00001.parquet").write_bytes(b"PAR1 and no end")
+    settings["sources"][0] |= {"path": str(tmp_path / "rows"), "on_error": {"skip_rows": 5, "skip_files": 1}}
+    rule = r"source rows: on_error\.skip_rows must be 0 where rows are packed; got 5, and nobody knows which documents"
+    with pytest.raises(ConfigError, match=rule):
+        Run.prepare(IngestConfig.from_dict(settings))
+    settings["sources"][0]["on_error"] = {"skip_files": 1}
+    (skipped,) = Run.prepare(IngestConfig.from_dict(settings)).start().counts.account.skips
+    assert skipped.path == str(tmp_path / "rows/packed-00001.parquet")
+    assert skipped.reason.startswith("must be a Parquet file; its end is missing, so it is truncated")
 
 
 def test_packed_data_is_packed_again_row_by_row(sample: Path, tmp_path: Path) -> None:
