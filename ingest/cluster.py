@@ -181,7 +181,7 @@ def require_memory(run: Run) -> None:
     resources, wire = run.config.resources, run.largest_window_tokens * run.token_dtype.itemsize
     windows = resources.prefetch_windows + 2 + 2 * resources.min_actors
     demands = {
-        "memory": resources.min_actors * actor_bytes(wire),
+        "memory": resources.min_actors * actor_bytes(run, run.largest_window_tokens),
         "object_store_memory": windows * wire,
     }
     cluster = ray.cluster_resources()

@@ -20,7 +20,7 @@ from ingest.plan import row_order
 from ingest.slab import IntArray, Prefix, Rows, TokenArray, row_digests
 from ingest.spec import WindowSettings, WindowSpec
 
-_STAGED_BYTES = 64 << 20  # tokens from which on they are moved in two strides
+STAGED_BYTES = 64 << 20  # tokens from which on they are moved in two strides
 _STRIDES = 16
 
 
@@ -60,7 +60,7 @@ def fill(spec: WindowSpec, settings: WindowSettings, documents: Documents, order
         before_L = np.cumsum(length_L) - length_L
         first_L = np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
         target_L = np.repeat(slot_R * width, counts_R) + before_L - before_L[first_L]
-        _move(tokens, source_L, flat, target_L, length_L)
+        move(tokens, source_L, flat, target_L, length_L)
         filled_R = slot_R * width + _row_sums(length_L, counts_R)
         for begin, end in zip(filled_R.tolist(), ((slot_R + 1) * width).tolist(), strict=True):
             flat[begin:end] = settings.eos_id
@@ -79,13 +79,28 @@ def fill(spec: WindowSpec, settings: WindowSettings, documents: Documents, order
     )
 
 
-def _move(tokens: TokenArray, source_L: IntArray, target: TokenArray, target_L: IntArray, length_L: IntArray) -> None:
+def move(
+    tokens: TokenArray,
+    source_L: IntArray,
+    target: TokenArray,
+    target_L: IntArray,
+    length_L: IntArray,
+    staged_bytes: int = STAGED_BYTES,
+) -> None:
     """Moves the pieces of documents to where they belong; of many tokens little more than one copy is in memory.
 
     Pieces lie in no order, so each stride of the source would touch all of the target. Many tokens are therefore first
     sorted by the stride of the target that they go to.
+
+    Args:
+        tokens: owns its memory, and is empty afterwards.
+        source_L: int64 [L], where each piece begins in ``tokens``; two share one token at most.
+        target: flat, where they go to.
+        target_L: int64 [L], where each begins there.
+        length_L: int64 [L], tokens of each.
+        staged_bytes: of tokens, above which they are sorted first.
     """
-    if tokens.nbytes > _STAGED_BYTES:
+    if tokens.nbytes > staged_bytes:
         stride_L = target_L // -(-len(target) // _STRIDES)
         order = np.lexsort((-source_L, stride_L))
         staged_L = np.empty_like(source_L)

@@ -10,6 +10,8 @@ import math
 from itertools import islice
 from typing import Any
 
+from ingest.documents import UNITS_AHEAD
+from ingest.parquet import WHOLE_CHUNK_BYTES
 from ingest.run import Run
 
 INTERPRETER_BYTES = 300 << 20  # an actor before it has read anything
@@ -51,7 +53,7 @@ def forecast(run: Run, step_time_s: float) -> dict[str, Any]:
         "padding_bound": bound,
         "lanes": lanes,
         "world_sizes": " ".join(str(size) for size in range(1, lanes + 1) if lanes % size == 0),
-        "actor_memory_bytes": actor_bytes(largest * run.token_dtype.itemsize),
+        "actor_memory_bytes": actor_bytes(run, largest),
         "demanded_tokens_per_s": rate,
         "demanded_bytes_per_s": rate * text_bytes / one_pass,
         "demanded_actors": math.ceil(rate / ACTOR_TOKENS_PER_S[backend]),
@@ -92,10 +94,13 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
     return found
 
 
-def actor_bytes(window_bytes: int) -> int:
-    """Memory of an actor for windows of so many bytes of tokens.
+def actor_bytes(run: Run, window_tokens: int) -> int:
+    """Memory of an actor for windows of so many tokens: 2.5 times their bytes, text that is read ahead, the interpreter.
 
-    It holds the tokens of the window that it makes twice, and once those of the one that it ships; the fourth is for
-    the text that is read ahead and what the allocator keeps.
+    It holds the tokens of the window that it makes once, and up to 0.4 of them again while they become rows, and once
+    those of the window that it ships. Of each row group that is read ahead it holds 64 MiB at most. What lies in the
+    object store is not in it.
     """
-    return 4 * window_bytes + INTERPRETER_BYTES
+    unit_bytes = max(int(source.unit_text_bytes.max()) for source in run.manifest.sources)
+    text_bytes = UNITS_AHEAD * min(unit_bytes, WHOLE_CHUNK_BYTES)
+    return 5 * window_tokens * run.token_dtype.itemsize // 2 + text_bytes + INTERPRETER_BYTES

@@ -31,7 +31,7 @@ from ingest.retry import one_line
 from ingest.storage import Storage
 
 _TAIL_BYTES = 64 << 10
-_WHOLE_CHUNK_BYTES = 64 << 20
+WHOLE_CHUNK_BYTES = 64 << 20
 _STREAM_BYTES = 16 << 20
 _BATCH_BYTES = 1 << 20  # of text in one array, on average
 _MAX_CACHED_FOOTERS = 32
@@ -237,7 +237,7 @@ def read_documents(
         leaves = find_columns(metadata, columns, path)
         (chunks,) = column_chunks(metadata, [row_group], leaves, path, file.size())
         compressed_bytes = sum(chunk.total_compressed_size for chunk in chunks)
-        whole = request_bytes is None and compressed_bytes <= _WHOLE_CHUNK_BYTES
+        whole = request_bytes is None and compressed_bytes <= WHOLE_CHUNK_BYTES
         num_rows, first = metadata.row_group(row_group).num_rows, 0
         mean_bytes = sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, num_rows)
         batch_rows = max(1, min(batch_rows, _BATCH_BYTES // max(1, mean_bytes)))

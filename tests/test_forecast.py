@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ingest.config import IngestConfig
-from ingest.forecast import forecast
+from ingest.forecast import actor_bytes, forecast
 from ingest.run import Run
 from tests.tiny import tokenizer_json, write_parquet
 
@@ -57,3 +58,13 @@ def test_padding_that_the_bound_does_not_hold_is_named_with_best_fit_only(settin
     fitted = settings | {"packing": {"sequence_length": 8, "strategy": "best_fit"}}
     words = "with best_fit rows are padded where no document fits, beyond padding_bound"
     assert [words in " ".join(figures(each)["warnings"]) for each in (settings, fitted)] == [False, True]
+
+
+def test_the_memory_of_an_actor_follows_the_window_and_the_row_groups_read_ahead(settings: dict) -> None:
+    run = Run.prepare(IngestConfig.from_dict(settings))
+    text = max(int(source.unit_text_bytes.max()) for source in run.manifest.sources)
+    assert actor_bytes(run, 0) == (300 << 20) + 4 * text
+    assert actor_bytes(run, 8_000_000) - actor_bytes(run, 0) == 40_000_000  # 2.5 times uint16
+    (source,) = run.manifest.sources
+    huge = replace(source, unit_text_bytes=source.unit_text_bytes + (1 << 30))
+    assert actor_bytes(replace(run, manifest=replace(run.manifest, sources=(huge,))), 0) == (300 << 20) + 4 * (64 << 20)

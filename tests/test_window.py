@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 from ingest.documents import ENCODE_BYTES
 from ingest.encoding import Text
 from ingest.errors import DataError
+from ingest.filled import move
 from ingest.plan import Cursors, SourceCursor
 from ingest.slab import Rows, row_digests
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.tokenizer import DocumentError
 from ingest.window import Window, document_address, make_window
+from tests.conftest import ROOT
 from tests.tiny import EOS, Tiny, documents_of, encode
 
 CORPUS = ((("a", "bb", "ccc"), ("dddd", "", "eeeee", None), ("f" * 12, "g", "h", "i", "j")),)
@@ -294,3 +298,40 @@ def test_text_is_given_to_the_tokenizer_in_bounded_runs() -> None:
 
     made(["x" * (ENCODE_BYTES // 4)] * 12, encoder=count, batch=100)
     assert sizes == [ENCODE_BYTES] * 3
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_tokens_arrive_where_they_belong_sorted_first_or_not(lengths: list[int], random) -> None:
+    order = random.sample(range(len(lengths)), len(lengths))
+    length_L = np.array(lengths)
+    source_L = np.cumsum(length_L) - length_L
+    target_L = np.empty_like(source_L)
+    target_L[order] = np.cumsum(length_L[order]) - length_L[order]
+    expected = np.concatenate([np.arange(source_L[piece], source_L[piece] + lengths[piece]) for piece in order])
+    for staged_bytes in (0, 1 << 20):
+        tokens, target = np.arange(sum(lengths), dtype=np.uint16), np.zeros(sum(lengths), np.uint16)
+        move(tokens, source_L, target, target_L, length_L, staged_bytes)
+        assert (target.tolist(), len(tokens)) == (expected.tolist(), 0)
+
+
+LARGE = """
+import numpy as np
+from tests.test_window import made
+
+def thousand(texts):
+    return np.ones(len(texts) * 1_000, np.uint16), np.full(len(texts), 1_000)
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+made(["a"], encoder=thousand)
+before = status("VmRSS")
+window = made(["a"] * 150_000, encoder=thousand, batch=1_000, sequence_length=2047, shuffle=True)
+print((status("VmHWM") - before) / window.rows.tokens_BX.nbytes)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of a process from /proc")
+def test_the_tokens_of_a_large_window_are_never_in_memory_twice() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    assert 1.0 < float(done.stdout) < 1.6
