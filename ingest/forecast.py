@@ -95,7 +95,7 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
 
 
 def actor_bytes(run: Run, window_tokens: int) -> int:
-    """Memory of an actor for windows of so many tokens: 2.5 times their bytes, text that is read ahead, the interpreter.
+    """Memory of an actor for windows of so many tokens: 2.5 times their bytes, text read ahead, the interpreter.
 
     It holds the tokens of the window that it makes once, and up to 0.4 of them again while they become rows, and once
     those of the window that it ships. Of each row group that is read ahead it holds 64 MiB at most. What lies in the

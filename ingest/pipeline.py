@@ -20,6 +20,7 @@ import itertools
 import pickle
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,7 +33,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ingest.cluster import require_memory, require_resources
-from ingest.errors import IngestError, ResourceError
+from ingest.errors import DataError, IngestError, ResourceError
 from ingest.metrics import Stopwatch
 from ingest.plan import Cursors
 from ingest.readahead import ReadAhead
@@ -44,6 +45,7 @@ from ingest.window import Window
 
 EARLY_WINDOWS = 16  # before the end of a leg the next one starts: actors take seconds, where CPUs are free for them
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
+MAX_DEATHS = 5  # of actors that made one window; Ray would start new ones for ever
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 
 
@@ -77,8 +79,9 @@ class _Actor:
     The tokenizer is loaded before there is work.
     """
 
-    def __init__(self, maker: Maker, world_size: int) -> None:
+    def __init__(self, maker: Maker, world_size: int, server: str) -> None:
         self._maker = maker
+        self._server = server
         self._world_size = world_size
         self._turns = Turns()
         self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
@@ -87,9 +90,23 @@ class _Actor:
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         for pickled in block["spec"].to_pylist():
             spec: WindowSpec = pickle.loads(pickled)  # noqa: S301 - made by _read_task
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                self._again(spec)
             window, spent = self._make(spec)
             for slab in window.slabs(self._world_size):
                 yield replace(slab, spent=spent).to_table()
+
+    def _again(self, spec: WindowSpec) -> None:
+        """Ends the run where windows end every actor that makes them, as memory that lacks or a decoder's fault may."""
+        files = list(dict.fromkeys(unit.path for unit in spec.units))
+        server: Any = ray.get_actor(self._server)
+        suspects = ray.get(server.again.remote(spec.cursors.window, files))
+        if suspects:
+            found = "; ".join(f"window {window} of {_some(files)}" for window, files in sorted(suspects.items()))
+            raise DataError(
+                f"a window must not end its actor; {MAX_DEATHS} ended in {found}: see the Ray logs, give the actors "
+                "memory (`ingest plan` says how much), or leave the file out"
+            )
 
     def _make(self, spec: WindowSpec) -> tuple[Window, dict[str, float]]:
         watch = Stopwatch()
@@ -102,18 +119,36 @@ class _Actor:
         return {"cpu": time.process_time(), **asdict(self._maker.storage.traffic)}
 
 
+def _some(files: list[str]) -> str:
+    return ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "")
+
+
 @ray.remote(num_cpus=0, max_restarts=0)
 class _Server:
     """Builds the legs of one stream, hands out each rank's iterator, and exits when every rank has left."""
 
-    def __init__(self, run: Run, cursors: Cursors, world_size: int, leg_windows: int) -> None:
+    def __init__(self, run: Run, cursors: Cursors, world_size: int, leg_windows: int, name: str) -> None:
         self._run = run
+        self._name = name
+        self._again: Counter[int] = Counter()
+        self._files: dict[int, list[str]] = {}
         self._world_size = world_size
         self._leg_windows = leg_windows
         self._specs = run.specs(cursors)
         self._leg, self._windows = -1, 0
         self._iterators: list[Any] = []
         self._left: set[int] = set()
+
+    def again(self, window: int, files: list[str]) -> dict[int, list[str]]:
+        """Takes note that an actor makes a window after one was lost; returns those that too many were lost with.
+
+        An actor has two calls, so a window beside the one at fault may be among them.
+        """
+        self._again[window] += 1
+        self._files[window] = files
+        if self._again[window] < MAX_DEATHS:
+            return {}
+        return {each: self._files[each] for each, count in self._again.items() if count >= MAX_DEATHS - 1}
 
     def leave(self, rank: int) -> None:
         """Takes note that a rank needs no more."""
@@ -145,7 +180,7 @@ class _Server:
         dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **place)
         slabs = dataset.map_batches(
             _Actor,
-            fn_constructor_args=(self._run.maker, self._world_size),
+            fn_constructor_args=(self._run.maker, self._world_size, self._name),
             batch_size=None,
             batch_format="pyarrow",
             **place,
@@ -190,7 +225,7 @@ class Stream:
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         server: Any = _Server.options(  # type: ignore[attr-defined]
             name=name, scheduling_strategy=here
-        ).remote(run, cursors, world_size, leg_windows)
+        ).remote(run, cursors, world_size, leg_windows, name)
         return cls(server, name)
 
     @classmethod

@@ -291,3 +291,29 @@ def test_windows_larger_than_the_cluster_are_refused_with_the_size_that_fits(run
     told = re.search(r"must fit the cluster's \w+; .* set shuffle.window_tokens to ([\d,]+)", str(caught.value))
     smaller = replace(shuffle, window_tokens=int(told[1].replace(",", "")))
     require_memory(replace(run, config=replace(run.config, shuffle=smaller)))
+
+
+def deadly(texts_of_rows: list[str]) -> list[str]:
+    """A transform that ends its process at one text, as a decoder's fault or a lack of memory would."""
+    if "deadly" in texts_of_rows:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return texts_of_rows
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_window_that_ends_every_actor_ends_the_run_with_its_files(tmp_path, tokenizer_file, no_ray):
+    write_corpus(tmp_path / "d", [*texts(90, seed=6), "deadly", *texts(9, seed=7)], files=2, row_group_size=10)
+    config = write_config(
+        tmp_path / "run.yaml",
+        sources=[{"name": "only", "path": "d", "transform": "tests.test_pipeline:deadly"}],
+        tokenizer={"path": str(tokenizer_file), "backend": "tokenizers"},
+        shuffle={"enabled": False, "window_tokens": 900},
+    )
+    start_ray(1)
+    run = Run.prepare(IngestConfig.from_yaml(config))
+    last = len(list(run.specs(run.start().cursors))) - 1
+    with Loader(run.config, run=run) as loader, pytest.raises(DataError) as caught:
+        list(loader.steps())
+    rule = "a window must not end its actor; 5 ended in "
+    assert re.search(rf"{rule}.*window {last} of \S*part-1\.parquet", str(caught.value))
