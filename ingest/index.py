@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ingest.account import Bad
+from ingest.chunks import column_chunks
 from ingest.columns import Columns
 from ingest.config import SourceConfig
 from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
 from ingest.packed import SUMMARY, PackedFormat, packed_format, tokens_column
-from ingest.parquet import column_chunks, find_columns, read_documents, read_footer
+from ingest.parquet import find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
 from ingest.spec import UnitSpec
 from ingest.storage import FileInfo, Storage
