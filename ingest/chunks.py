@@ -1,6 +1,6 @@
 """Column chunks as a footer describes them, asked for so that a footer that lies ends in an error and not in an abort.
 
-Guarantees: the chunks lie within the file, and a row group counts all the rows that its columns hold. Cost: 30 µs a
+Guarantees: the chunks lie within the file, and a row group counts all the rows that its columns hold. Cost: 0.1 ms a
 call, and 3 µs a row group.
 """
 
@@ -15,15 +15,11 @@ from ingest.errors import DataError
 from ingest.retry import one_line
 
 
-class _UnreadError(OSError):
-    """Nothing was wrong before the first byte of a column was asked for."""
-
-
 class _Unread:
-    """A file that has a size and no content, as Arrow takes Python files."""
+    """A file that has a size and ends at once, as Arrow takes Python files; ``asked`` tells whether it was read."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._size_bytes, self.closed = size_bytes, False
+        self._size_bytes, self.closed, self.asked = size_bytes, False, False
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return offset + (self._size_bytes if whence else 0)
@@ -32,7 +28,9 @@ class _Unread:
         return self._size_bytes
 
     def read(self, num_bytes: int) -> bytes:
-        raise _UnreadError(num_bytes)
+        del num_bytes
+        self.asked = True
+        return b""
 
     def close(self) -> None:
         self.closed = True
@@ -58,14 +56,14 @@ def column_chunks(
             which would be lost.
     """
     names = [metadata.schema.column(index).path for index in leaves]
-    reader = pq.ParquetFile(pa.PythonFile(_Unread(size_bytes), mode="r"), metadata=metadata, pre_buffer=True)
+    file = _Unread(size_bytes)
+    reader = pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=metadata, pre_buffer=True)
     try:
         next(reader.iter_batches(1, row_groups=row_groups, columns=names, use_threads=False), None)
-    except _UnreadError:
-        pass
     except (OSError, ValueError, pa.ArrowException) as error:
-        what = f"{path} must be a Parquet file; its footer is damaged ({one_line(error)})"
-        raise DataError(f"{what}: restore it or leave it out") from error
+        if not file.asked:
+            what = f"{path} must be a Parquet file; its footer is damaged ({one_line(error)})"
+            raise DataError(f"{what}: restore it or leave it out") from error
     found, flat = [], [metadata.schema.column(index).max_repetition_level == 0 for index in leaves]
     for number in row_groups:
         group = metadata.row_group(number)
