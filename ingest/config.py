@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ingest.columns import SETTINGS, Columns, Kind
 from ingest.errors import ConfigError
+from ingest.filter import Filter
 from ingest.fim import FimConfig
 from ingest.packing import Strategy
 
@@ -74,6 +76,8 @@ class SourceConfig:
         tokens: a column of lists of ids, documents that are tokenized already.
         transform: ``package.module:function``, applied to texts before anything else.
         fim: fill-in-the-middle on the text of this source.
+        filter: which rows count, such as ``language == "en" and score > 0.7``; a row for which it is null does not. See
+            ``filter.py``.
         weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
             large as the source is.
         on_error: ``raise`` ends the run at the first row or file that cannot be read; ``{skip_rows: 100, skip_files:
@@ -91,6 +95,7 @@ class SourceConfig:
     tokens: str | None = None
     transform: str | None = None
     fim: FimConfig | None = None
+    filter: str | None = None
     weight: float | None = None
     on_error: Literal["raise"] | OnErrorConfig = "raise"
 
@@ -101,6 +106,7 @@ class SourceConfig:
             rule = f"source {self.name}: weight must be between 0.000001 and 1000000"
             _require(1e-6 <= self.weight <= 1e6, rule, self.weight, "set a share such as 0.7, or leave it out")
         self._require_one_kind()
+        assert self.columns  # a filter that is none is refused
 
     def _require_one_kind(self) -> None:
         kinds: list[Kind] = ["messages", "prompt", "tokens"]
@@ -112,14 +118,15 @@ class SourceConfig:
         rule = f"source {self.name}: transform and fim must stand beside a text_column"
         _require(not (named and only_text), rule, ", ".join(only_text + named), "leave them out")
 
-    @property
+    @cached_property
     def columns(self) -> Columns:
-        """What documents are read from."""
+        """What documents are read from, and which rows."""
+        filter_ = None if self.filter is None else Filter.parse(self.filter, self.name)
         for kind, settings in SETTINGS.items():
             names = tuple(getattr(self, name) for name in settings)
             if kind != "text" and all(names):
-                return Columns(kind, names)
-        return Columns("text", (self.text_column,))
+                return Columns(kind, names, filter_)
+        return Columns("text", (self.text_column,), filter_)
 
     @property
     def masked(self) -> bool:
@@ -128,8 +135,8 @@ class SourceConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether its documents are text that is tokenized as it is."""
-        return self.columns.kind == "text" and self.transform is None and self.fim is None
+        """Whether its documents are text that is tokenized as it is, all of it."""
+        return self.columns.kind == "text" and self.transform is None and self.fim is None and self.filter is None
 
     @property
     def allowed(self) -> OnErrorConfig:

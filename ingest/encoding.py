@@ -224,6 +224,8 @@ def _source_encoder(
 ) -> SourceEncoder:
     columns = source.columns
     identity: dict[str, Any] = dict(zip(SETTINGS[columns.kind], columns.names, strict=True))
+    if columns.filter is not None:
+        identity["filter"] = columns.filter.text
     if columns.kind == "text":
         transform = None if source.transform is None else UserTransform(source.transform)
         fim = None if source.fim is None else _fim(source, source.fim, seed, tokenizer)

@@ -152,7 +152,7 @@ def _require_text(fertile: Cursors, now: Cursors, step: int) -> None:
     if all(source.epoch > then.epoch + 1 for source, then in passes):
         raise DataError(
             f"the sources must hold text; got none in a whole pass over each after step {step}: "
-            "check path and text_column"
+            "check path, text_column and filter"
         )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ingest.account import MAX_SKIPS, Account, Bad, Skip
 from ingest.columns import Columns
+from ingest.columns import documents as of_documents
 from ingest.columns import texts as texts_of
 from ingest.config import IngestConfig
 from ingest.encoding import Encoded, Encoder, IntArray, SourceEncoder, source_encoders
@@ -100,6 +102,10 @@ class Run:
         for source, settings in zip(manifest.sources, config.sources, strict=True):
             require_files(source, settings)
             if source.packed is not None:
+                if settings.filter is not None:
+                    rule = f"source {source.name}: filter must stand beside documents that are not packed yet"
+                    step = "filter the sources of `ingest pack`, and leave it out here"
+                    raise ConfigError(f"{rule}; got packed rows, each of several documents: {step}")
                 source.packed.require(run.packed_format, source.files[0].path)
                 if source.name in own:
                     rule = f"source {source.name}: packed files must be read as they are"
@@ -129,8 +135,8 @@ class Run:
                 skip=skip,
             )
             left = VERIFY_CHARS
-            first = next(documents)
-            for text in () if isinstance(first, Bad) else texts_of(first):
+            first = next(of_documents(islice(documents, 64)), ())
+            for text in texts_of(first) if len(first) else ():
                 if left > 0:
                     texts.append(text[:left])
                     left -= len(text)

@@ -39,7 +39,20 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
+    *(
+        "account",
+        "chat",
+        "config",
+        "encoding",
+        "errors",
+        "filter",
+        "glob",
+        "hostile",
+        "kinds",
+        "lanes",
+        "manifest",
+        "metrics",
+    ),
     *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
     *("storage", "strategies", "tokenizer", "turns", "window"),
 )
