@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ingest.changes import ACCEPTABLE
 from ingest.columns import SETTINGS, Columns, Kind
 from ingest.errors import ConfigError
 from ingest.filter import Filter
@@ -316,6 +317,8 @@ class IngestConfig:
         global_batch_rows: G, rows a step over all ranks; a multiple of ``lanes``.
         epochs: passes over every source; 1 if neither this nor ``total_tokens`` is given.
         total_tokens: stop after the step that reaches this many tokens, padding apart; sources repeat as needed.
+        accept_changes: what a position may differ in at a resume, of ``manifest``, ``tokenizer``, ``weights`` and
+            ``filter``; it is recorded in the position. See ``changes.py``.
         manifest: where ``ingest index`` stores the manifest and where it is read from; None uses the cache directory.
 
     Raises:
@@ -335,6 +338,7 @@ class IngestConfig:
     total_tokens: int | None = None
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     manifest: str | None = None
+    accept_changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [source.name for source in self.sources]
@@ -353,6 +357,9 @@ class IngestConfig:
         _require(multiple, rule, f"{self.global_batch_rows} and {self.lanes}", f"set global_batch_rows to {near}")
         both = self.epochs is not None and self.total_tokens is not None
         _require(not both, "only one of epochs and total_tokens may be set", "both", "remove one")
+        unknown = [name for name in self.accept_changes if name not in ACCEPTABLE]
+        rule = f"accept_changes must be names of {', '.join(ACCEPTABLE)}"
+        _require(not unknown, rule, ", ".join(unknown), "nothing else can be accepted")
         for name, value in (("epochs", self.epochs), ("total_tokens", self.total_tokens)):
             _require(value is None or value >= 1, f"{name} must be >= 1", value, "set it to 1 or more")
 

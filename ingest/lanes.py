@@ -113,9 +113,8 @@ def steps(
     """
     if total_tokens is not None and start.tokens >= total_tokens:
         return
-    place = start
     slab = _next(slabs, start.window, lanes)
-    place.verify(slab.prefix)
+    place = start.entered(slab.prefix)
     needed, parts = lanes.lane_rows, _no_parts(lanes)
     fertile = slab.cursors  # of the last window that held rows
     while True:

@@ -5,8 +5,8 @@ Preparing reads every footer once (or a stored manifest) and the tokenizer; ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -181,11 +181,9 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """The order of units."""
-        sources = []
-        for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
-            size = int(source.unit_tokens.sum())
-            weight = size if settings.weight is None else round(settings.weight * WEIGHT_UNIT)
-            sources.append(PlanSource(source.name, source.unit_tokens, weight))
+        weights = self._weights([source.weight for source in self.config.sources])
+        pairs = zip(self.manifest.sources, weights, strict=True)
+        sources = [PlanSource(source.name, source.unit_tokens, weight) for source, weight in pairs]
         shuffle = self.config.shuffle
         return Plan(
             sources,
@@ -280,13 +278,19 @@ class Run:
                     "files, or raise it and resume"
                 )
 
-    def require(self, position: Position) -> None:
-        """Refuses a position of other data or settings.
+    def require(self, position: Position) -> Position:
+        """Refuses a position of other data or settings, but for what the config's ``accept_changes`` names.
+
+        Returns:
+            The position that this run goes on from: the same, or with what was accepted recorded.
 
         Raises:
             ResumeError: lists every field that differs, and for data the files; or the position lies beyond the data.
         """
-        position.require(self.fingerprint, self._explain(position))
+        then, position = (
+            position,
+            position.require(self.fingerprint, self._explain(position), self.config.accept_changes),
+        )
         for source, cursor in zip(self.plan.sources, position.cursors.sources, strict=True):
             if cursor.unit >= len(source.unit_tokens):
                 raise ResumeError(
@@ -300,6 +304,23 @@ class Run:
                 f"position must lie within the epochs; got epoch {position.cursors.sources[0].epoch}, counted from 0, "
                 f"and epochs: {limit}: set epochs to {position.cursors.sources[0].epoch + 1} or more"
             )
+        return self._ending_as_begun(position, then)
+
+    def _ending_as_begun(self, position: Position, then: Position) -> Position:
+        """With the weights that its window was begun with, where they are others now."""
+        before, now = (
+            [each.fingerprint["sources"][source.name].get("weight") for source in self.config.sources]
+            for each in (then, position)
+        )
+        if before == now or position.cursors.weights is not None:
+            return position
+        return replace(position, cursors=replace(position.cursors, weights=self._weights(before)))
+
+    def _weights(self, weights: Sequence[float | None]) -> tuple[int, ...]:
+        """As integers; a source without one is as heavy as it is large."""
+        sizes = (int(source.unit_tokens.sum()) for source in self.manifest.sources)
+        pairs = zip(weights, sizes, strict=True)
+        return tuple(size if weight is None else round(weight * WEIGHT_UNIT) for weight, size in pairs)
 
     def specs(self, cursors: Cursors) -> Iterator[WindowSpec]:
         """What actors need for each window from ``cursors`` on."""

@@ -39,22 +39,10 @@ hypothesis.settings.load_profile("ingest")
 
 
 CORE = (
-    *(
-        "account",
-        "chat",
-        "config",
-        "encoding",
-        "errors",
-        "filter",
-        "glob",
-        "hostile",
-        "kinds",
-        "lanes",
-        "manifest",
-        "metrics",
-    ),
+    *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
     *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
     *("storage", "strategies", "tokenizer", "turns", "window"),
+    *("changes", "filter"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 
