@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ingest.errors import ConfigError, DataError
 from ingest.predicate import Bounds, Column, Compare, IsNull, Joined, Not, Test, Value, compares
 
-MAX_CHARACTERS = 4096
+MAX_CHARACTERS, MAX_DEPTH = 4096, 32
 ALLOWED = (
     "use columns, text, numbers, True and False with == != < <= > >=, `in [..]`, `is None`, and, or, not; "
     'nested fields as meta.lang, other names as column("my name")'
@@ -115,6 +115,8 @@ class Filter:
         bounds = {
             name: _bounds(_kind(schema, name), group.column(paths.index(name)), group.num_rows) for name in self.columns
         }
+        # Writers disagree on whether a field counts as null where its struct is.
+        bounds = {name: of._replace(nulls=of.nulls or "." in name) for name, of in bounds.items()}
         return True not in self.test.outcomes(bounds)
 
 
@@ -174,11 +176,13 @@ class _RefusedError(Exception):
         self.node = node
 
 
-def _test(node: ast.expr) -> Test:
+def _test(node: ast.expr, depth: int = 1) -> Test:
+    if depth > MAX_DEPTH:
+        raise _RefusedError(node, f"is nested deeper than {MAX_DEPTH} times")
     if isinstance(node, ast.BoolOp):
-        return Joined(isinstance(node.op, ast.And), tuple(map(_test, node.values)))
+        return Joined(isinstance(node.op, ast.And), tuple(_test(part, depth + 1) for part in node.values))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return Not(_test(node.operand))
+        return Not(_test(node.operand, depth + 1))
     if isinstance(node, ast.Compare):
         places = zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
         parts = tuple(_compare(left, op, right) for left, op, right in places)

@@ -121,7 +121,7 @@ class Run:
         for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
             if source.packed is not None:
                 continue
-            unit = source.unit(0)
+            unit = source.unit(int(np.argmax(source.unit_text_bytes > 0)))  # the first one that the filter leaves
             expect = (unit.size_bytes, unit.footer_hash)
             skip = settings.allowed.skip_rows > 0
             documents = read_documents(
