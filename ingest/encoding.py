@@ -24,10 +24,11 @@ import pyarrow.compute as pc
 
 from ingest.chat import Chat, ChatTemplate, conversation
 from ingest.columns import SETTINGS
-from ingest.config import IngestConfig, SourceConfig
+from ingest.config import IngestConfig
 from ingest.errors import ConfigError
 from ingest.fim import Fim, FimConfig
 from ingest.pieces import DocumentError, Piece, encode_pieces
+from ingest.sources import SourceConfig
 from ingest.spec import UnitSpec
 from ingest.storage import Storage
 from ingest.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from the footer alone, so it is the same wherever it is decided.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,18 @@ class Filter:
         columns = {name: _decoded(column_of(batch, name)) for name in self.columns}
         return pc.fill_null(self.test.mask(columns), False)
 
-    def excludes(self, metadata: Any, row_group: int) -> bool:
-        """Whether the statistics in the footer prove that no row of a row group counts."""
-        schema, group = metadata.schema.to_arrow_schema(), metadata.row_group(row_group)
+    def excluded(self, metadata: Any, row_groups: Iterable[int]) -> set[int]:
+        """Those row groups of which the statistics in the footer prove that no row counts."""
+        schema = metadata.schema.to_arrow_schema()
         paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-        bounds = {
-            name: _bounds(_kind(schema, name), group.column(paths.index(name)), group.num_rows) for name in self.columns
-        }
-        # Writers disagree on whether a field counts as null where its struct is.
-        bounds = {name: of._replace(nulls=of.nulls or "." in name) for name, of in bounds.items()}
-        return True not in self.test.outcomes(bounds)
+        columns = [(name, _decoded(pa.nulls(0, _kind(schema, name))).type, paths.index(name)) for name in self.columns]
+        found = set()
+        for number in row_groups:
+            group = metadata.row_group(number)
+            bounds = {name: _bounds(name, kind, group.column(at), group.num_rows) for name, kind, at in columns}
+            if True not in self.test.outcomes(bounds):
+                found.add(number)
+        return found
 
 
 def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
@@ -153,9 +155,8 @@ def _decoded(array: pa.Array) -> pa.Array:
     return array if array.type == kind else array.cast(kind)
 
 
-def _bounds(kind: pa.DataType | None, chunk: Any, num_rows: int) -> Bounds:
-    assert kind is not None, "leaves() has found the column"
-    kind, low, high = _decoded(pa.nulls(0, kind)).type, None, None
+def _bounds(name: str, kind: pa.DataType, chunk: Any, num_rows: int) -> Bounds:
+    low = high = None
     found = chunk.statistics
     if found is None:
         return Bounds(kind, None, None, nulls=True, all_null=pa.types.is_null(kind))
@@ -165,7 +166,8 @@ def _bounds(kind: pa.DataType | None, chunk: Any, num_rows: int) -> Bounds:
             low, high = found.min, found.max
     except (ValueError, OverflowError, NotImplementedError, ImportError, pa.ArrowException):
         pass  # text cut inside a character, a date beyond the calendar
-    return Bounds(kind, low, high, nulls=nulls != 0, all_null=nulls == num_rows)
+    # Writers disagree on whether a field counts as null where its struct is.
+    return Bounds(kind, low, high, nulls=nulls != 0 or "." in name, all_null=nulls == num_rows)
 
 
 class _RefusedError(Exception):

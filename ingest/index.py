@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from ingest.account import Bad
 from ingest.columns import Columns, Filtered, documents
-from ingest.config import SourceConfig
 from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
 from ingest.packed import SUMMARY, PackedFormat, packed_format, tokens_column
 from ingest.parquet import find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
+from ingest.sources import SourceConfig
 from ingest.spec import UnitSpec
 from ingest.storage import FileInfo, Storage
 
@@ -195,10 +195,10 @@ def _index(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     entry = FileEntry(file.path, footer.size_bytes, footer.hash, file.version)
     groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
     full = [(number, group) for number, group in groups if group.num_rows]
-    out = set()  # the numbers of row groups of which no row counts
+    out: set[int] = set()  # the numbers of row groups of which no row counts
     if columns.filter is not None and packed is None:
         columns.filter.leaves(footer.metadata, file.path)
-        out = {number for number, _ in full if columns.filter.excludes(footer.metadata, number)}
+        out = columns.filter.excluded(footer.metadata, [number for number, _ in full])
     return _Indexed(
         entry,
         [number for number, _ in full],

@@ -171,7 +171,7 @@ def read_documents(
         leaves = find_columns(metadata, columns, path)
         if columns.filter is not None:
             leaves = list(dict.fromkeys([*leaves, *columns.filter.leaves(metadata, path)]))
-            if columns.filter.excludes(metadata, row_group):
+            if columns.filter.excluded(metadata, [row_group]):
                 yield Filtered(metadata.row_group(row_group).num_rows)
                 return
         chunks = [metadata.row_group(row_group).column(index) for index in leaves]

@@ -170,6 +170,9 @@ def test_other_text_that_is_accepted_starts_the_window_over(corpus, tmp_path):
     assert first.base == start.counts
     again = Position.from_json(first.to_json())
     assert lines_of(steps_without_ray(corpus(), again), again) == lines_of(rest, start)[1:]
+    rewritten(tmp_path / "a", lambda text: text.replace("of", "OF") or "x")  # accepted once is not accepted for ever
+    with pytest.raises(ResumeError, match="must be made again as it was"):
+        steps_without_ray(config, replace(again, fingerprint=Run.prepare(config).fingerprint))
 
 
 def test_another_tokenizer_is_accepted_by_its_name(corpus, tmp_path, tokenizer_file):
