@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         PackingConfig,
         ResourcesConfig,
         ShuffleConfig,
-        SourceConfig,
         StorageConfig,
         TokenizerConfig,
     )
@@ -31,20 +30,21 @@ if TYPE_CHECKING:
     )
     from ingest.loader import Loader
     from ingest.position import Position
+    from ingest.sources import SourceConfig
     from ingest.train import restore_checkpoint, save_checkpoint, train_loader
 
 _HOME = {
     "attention": ("block_mask", "document_mask", "transformers_arguments", "varlen_arguments"),
     "batch": ("Batch",),
     "config": (
-        "IngestConfig", "PackingConfig", "ResourcesConfig", "ShuffleConfig", "SourceConfig", "StorageConfig",
-        "TokenizerConfig",
+        "IngestConfig", "PackingConfig", "ResourcesConfig", "ShuffleConfig", "StorageConfig", "TokenizerConfig",
     ),
     "errors": (
         "ConfigError", "DataError", "IngestError", "OrderError", "ResourceError", "ResumeError", "StorageError",
     ),
     "loader": ("Loader",),
     "position": ("Position",),
+    "sources": ("SourceConfig",),
     "train": ("restore_checkpoint", "save_checkpoint", "train_loader"),
 }  # fmt: skip
 _MODULE = {name: f"ingest.{module}" for module, names in _HOME.items() for name in names}

@@ -1,6 +1,6 @@
-"""What became of every row that was read, by source: trained, empty, or skipped because it cannot be read.
+"""What became of every row, by source: trained, filtered out, empty, or skipped because it cannot be read.
 
-    rows read = documents + empty + bad        tokens made = tokens handed out, padding apart
+    rows read = documents + filtered + empty + bad        tokens made = tokens handed out, padding apart
 
 A window's account is made where its units are read and tokenized, apart from the packing, and compared with what is in
 its rows before they leave the actor; so a document or a token that is lost on the way ends the run. It is booked at
@@ -53,11 +53,12 @@ class SourceAccount:
     """Of one source.
 
     Args:
-        read: rows that were read.
+        read: rows that were read, or left out with their row group.
         documents: of them those that became documents.
         empty: null or of no characters.
         bad: not to be read, and skipped as ``on_error`` allows.
         tokens: made of the documents, each with its eos.
+        filtered: rows that the source's filter leaves out, of those read.
     """
 
     read: int = 0
@@ -65,6 +66,7 @@ class SourceAccount:
     empty: int = 0
     bad: int = 0
     tokens: int = 0
+    filtered: int = 0
 
     def __add__(self, other: SourceAccount) -> SourceAccount:
         return SourceAccount(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -72,7 +74,7 @@ class SourceAccount:
     @property
     def balanced(self) -> bool:
         """Whether every row has become something."""
-        return self.read == self.documents + self.empty + self.bad
+        return self.read == self.documents + self.filtered + self.empty + self.bad
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Account:
         """Plain values, sources by name; ``from_plain`` takes them back."""
         own = self.sources or tuple(SourceAccount() for _ in names)
         return {
-            "sources": {name: dict(vars(source)) for name, source in zip(names, own, strict=True)},
+            "sources": {name: _told(source) for name, source in zip(names, own, strict=True)},
             "skips": [list(skip) for skip in self.skips],
             "skipped_files": self.skipped_files,
         }
@@ -116,7 +118,8 @@ class Account:
         Raises:
             KeyError, TypeError, ValueError: it is not what ``to_plain`` gives.
         """
-        sources = tuple(SourceAccount(**{f.name: natural(plain["sources"][n][f.name]) for f in _FIELDS}) for n in names)
+        told = [{"filtered": 0, **plain["sources"][name]} for name in names]
+        sources = tuple(SourceAccount(**{f.name: natural(each[f.name]) for f in _FIELDS}) for each in told)
         skips = tuple(
             Skip(natural(s), str(p), int(group), int(row), int(rows), str(why))
             for s, p, group, row, rows, why in plain["skips"]
@@ -127,6 +130,11 @@ class Account:
 
 NOTHING = Account()
 _FIELDS = fields(SourceAccount)
+
+
+def _told(source: SourceAccount) -> dict[str, int]:
+    """Plain values; ``filtered`` only where there are any, as positions had none at first."""
+    return {name: value for name, value in vars(source).items() if value or name != "filtered"}
 
 
 def natural(value: Any) -> int:

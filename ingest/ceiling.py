@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from ingest.account import Bad
-from ingest.columns import texts
+from ingest.columns import documents, texts
 from ingest.parquet import read_documents
 from ingest.run import Run
 from ingest.tokenizer import Tokenizer
@@ -83,7 +82,7 @@ def _read(run: Run) -> tuple[list[list[str]], float]:
             columns = run.config.sources[unit.source].columns
             began = time.perf_counter()
             read = read_documents(run.storage, info.path, info.row_group, columns, skip=True)
-            arrays = [item for item in read if not isinstance(item, Bad)]
+            arrays = list(documents(read))
             spent += time.perf_counter() - began
             size += sum(array.nbytes for array in arrays)
             for text in (text for array in arrays for text in texts(array)):

@@ -13,10 +13,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ingest.changes import ACCEPTABLE
 from ingest.config import IngestConfig
 from ingest.errors import ConfigError, IngestError, ResumeError, StorageError
 from ingest.position import MAX_BYTES, Position
@@ -75,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     stream.add_argument(
         "--resume", type=Path, metavar="FILE", help="go on from a position (--state-out, position.json)"
     )
+    accept_help = (
+        f"a change to go on with knowingly, recorded in the position: {', '.join(ACCEPTABLE)}; may be repeated"
+    )
+    stream.add_argument("--accept", action="append", default=[], metavar="NAME", help=accept_help)
     stream.add_argument("--state-out", type=Path, metavar="FILE", help="write the position after the last step")
     stream.add_argument("--digests", type=Path, metavar="FILE", help="write one JSON line a step, the same at every N")
     stream.add_argument(
@@ -154,11 +159,14 @@ def _stream(options: Any) -> None:
     if options.state_out is not None:
         _require_writable(options.state_out)
     config = IngestConfig.from_yaml(options.config)
+    config = replace(config, accept_changes=(*config.accept_changes, *options.accept))
     position = None if options.resume is None else read_position(options.resume)
     require_world_size(options.world_size, config.lanes)
     run = Run.prepare(config, _progress(options))
     if position is not None:
-        run.require(position)  # before the files that it might overwrite are opened
+        position = run.require(position)  # before the files that it might overwrite are opened
+        for change in position.accepted:
+            _progress(options)(f"accepted at {change}")
     with _Lines(options.digests) as lines:
         figures, end = drain(
             run,
@@ -187,9 +195,12 @@ def _inspect(options: Any) -> None:
     step = state.step if options.step is None else options.step
     rows = replay_state(run, state) if step == state.step else replay_step(run, step, state)
     if options.json:
-        print(json.dumps({"step": step, "rows": [asdict(row) for row in rows]}))
+        changes = {"accepted": [str(change) for change in state.accepted]} if state.accepted else {}
+        print(json.dumps({"step": step, "rows": [asdict(row) for row in rows], **changes}))
         return
     print(f"step {step}")
+    for change in state.accepted:
+        print(f"accepted at {change}")
     for row in rows:
         print(f"window {row.window} row {row.row} lane {row.lane}" if row.pieces else "padding")
         for piece in row.pieces:

@@ -12,15 +12,18 @@ that is not large_string yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ingest.account import Bad
 from ingest.errors import DataError
+from ingest.filter import Filter, column_of
 
 Kind = Literal["text", "messages", "prompt", "tokens"]
 SETTINGS: dict[Kind, tuple[str, ...]] = {
@@ -38,6 +41,32 @@ _WANTED: dict[Kind, str] = {
 }
 
 
+class Filtered(NamedTuple):
+    """Rows that a filter leaves out; they are in no array."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """Rows that a filter leaves.
+
+    Args:
+        rows: the documents.
+        numbers: int64, of the rows in their row group.
+    """
+
+    rows: pa.Array
+    numbers: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+Item: TypeAlias = pa.Array | Bad | Picked | Filtered
+"""What reading a row group gives, piece by piece."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """Where a source's documents stand.
@@ -45,10 +74,12 @@ class Columns:
     Args:
         kind: how they are stored; see the top.
         names: of the columns, in the order of ``SETTINGS``.
+        filter: which rows of them count; None for all.
     """
 
     kind: Kind
     names: tuple[str, ...]
+    filter: Filter | None = None
 
     def leaves(self, metadata: Any, path: str) -> list[int]:
         """The indexes of the leaf columns to read; not for text, whose column is found by ``text_column``.
@@ -83,10 +114,7 @@ class Columns:
         """The documents of a batch as they were read, one a row."""
         if self.kind == "prompt":
             return pa.StructArray.from_arrays([batch.column(name) for name in self.names], list(SETTINGS["prompt"]))
-        array = batch.column(0)
-        if self.kind == "text" and pa.types.is_struct(array.type):  # doc.text is a field of a struct
-            array = pc.struct_field(array, self.names[0].split(".")[1:])
-        return array
+        return column_of(batch, self.names[0])  # doc.text is a field of a struct
 
     def checked(self, raw: pa.Array) -> pa.Array:
         """The same as the types at the top.
@@ -126,6 +154,13 @@ def holds_text(kind: pa.DataType) -> bool:
     text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
     data = types.is_binary(value) or types.is_large_binary(value) or types.is_binary_view(value)
     return bool(text or data or types.is_null(value))
+
+
+def documents(items: Iterable[Item]) -> Iterator[pa.Array]:
+    """The documents alone of what reading gives."""
+    for item in items:
+        if not isinstance(item, Bad | Filtered):
+            yield item.rows if isinstance(item, Picked) else item
 
 
 def sizes(rows: pa.Array) -> npt.NDArray[np.int64]:

@@ -15,131 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from ingest.columns import SETTINGS, Columns, Kind
+from ingest.changes import ACCEPTABLE
 from ingest.errors import ConfigError
 from ingest.fim import FimConfig
 from ingest.packing import Strategy
-
-_STRICT = ConfigDict(extra="forbid", strict=False)
-
-
-def _require(holds: bool, rule: str, value: object, step: str) -> None:
-    if not holds:
-        raise ConfigError(f"{rule}; got {value}: {step}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnErrorConfig:
-    """How much of a source may be left out because it cannot be read; what is more ends the run.
-
-    Args:
-        skip_rows: rows a pass, on average, that are not UTF-8 or lie where a row group cannot be decoded.
-        skip_files: files that are not Parquet, damaged, or without the text column when the manifest is made.
-
-    Both from 1 on are numbers, below 1 shares of the source.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    skip_rows: float = 0.0
-    skip_files: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("skip_rows", self.skip_rows), ("skip_files", self.skip_files)):
-            rule = f"on_error.{name} must be a number from 1 on, a share from 0 to 1, or 0"
-            _require(value >= 0 and (value < 1 or float(value).is_integer()), rule, value, "try 0.001")
-
-    def rows(self, of: int) -> int:
-        """The rows a pass of a source of so many."""
-        return int(self.skip_rows if self.skip_rows >= 1 else self.skip_rows * of)
-
-    def files(self, of: int) -> int:
-        """The files of a source of so many."""
-        return int(self.skip_files if self.skip_files >= 1 else self.skip_files * of)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """A named set of Parquet files and its share of the tokens.
-
-    Args:
-        name: unique; appears in counts, errors and positions.
-        path: a file, a directory (searched for ``*.parquet``), a glob (``**`` allowed), or a list of these; a local
-            path or a URI (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``).
-        text_column: the column that holds one document a row; not read where one of the next four is named.
-        messages: a column of conversations, list<struct<role, content>>, for the chat template; answers are trained.
-        prompt, response: two columns of text, of which the response is trained.
-        tokens: a column of lists of ids, documents that are tokenized already.
-        transform: ``package.module:function``, applied to texts before anything else.
-        fim: fill-in-the-middle on the text of this source.
-        weight: share of the tokens, relative to the other sources' weights. None, for all sources or for none: as
-            large as the source is.
-        on_error: ``raise`` ends the run at the first row or file that cannot be read; ``{skip_rows: 100, skip_files:
-            0.01}`` goes on without it, counts and records it. It may differ at a resume.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    name: str
-    path: str | tuple[str, ...]
-    text_column: str = "text"
-    messages: str | None = None
-    prompt: str | None = None
-    response: str | None = None
-    tokens: str | None = None
-    transform: str | None = None
-    fim: FimConfig | None = None
-    weight: float | None = None
-    on_error: Literal["raise"] | OnErrorConfig = "raise"
-
-    def __post_init__(self) -> None:
-        _require(bool(self.name), "sources.name must not be empty", repr(self.name), "name every source")
-        _require(bool(self.path), f"source {self.name}: path must not be empty", repr(self.path), "name its files")
-        if self.weight is not None:
-            rule = f"source {self.name}: weight must be between 0.000001 and 1000000"
-            _require(1e-6 <= self.weight <= 1e6, rule, self.weight, "set a share such as 0.7, or leave it out")
-        self._require_one_kind()
-
-    def _require_one_kind(self) -> None:
-        kinds: list[Kind] = ["messages", "prompt", "tokens"]
-        named = [name for kind in kinds for name in SETTINGS[kind] if getattr(self, name)]
-        one = any(named == list(SETTINGS[kind]) for kind in kinds) and self.text_column == "text"
-        rule = f"source {self.name}: documents must come from one of text_column, messages, prompt and response, tokens"
-        _require(not named or one, rule, ", ".join(named), "name one of them")
-        only_text = [name for name in ("transform", "fim") if getattr(self, name) is not None]
-        rule = f"source {self.name}: transform and fim must stand beside a text_column"
-        _require(not (named and only_text), rule, ", ".join(only_text + named), "leave them out")
-
-    @property
-    def columns(self) -> Columns:
-        """What documents are read from."""
-        for kind, settings in SETTINGS.items():
-            names = tuple(getattr(self, name) for name in settings)
-            if kind != "text" and all(names):
-                return Columns(kind, names)
-        return Columns("text", (self.text_column,))
-
-    @property
-    def masked(self) -> bool:
-        """Whether some of its tokens are no labels."""
-        return self.columns.kind in ("messages", "prompt")
-
-    @property
-    def plain(self) -> bool:
-        """Whether its documents are text that is tokenized as it is."""
-        return self.columns.kind == "text" and self.transform is None and self.fim is None
-
-    @property
-    def allowed(self) -> OnErrorConfig:
-        """What may be left out, nothing where ``on_error`` is ``raise``."""
-        return OnErrorConfig() if self.on_error == "raise" else self.on_error
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """``path`` as a tuple."""
-        return (self.path,) if isinstance(self.path, str) else self.path
+from ingest.sources import STRICT, OnErrorConfig, SourceConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +37,7 @@ class StorageConfig:
         max_requests: requests under way at a time, of each actor and of the process that makes the manifest.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     endpoint: str | None = None
     region: str | None = None
@@ -165,10 +47,10 @@ class StorageConfig:
     max_requests: int = 32
 
     def __post_init__(self) -> None:
-        _require(1 <= self.max_attempts <= 100, "storage.max_attempts must be 1 to 100", self.max_attempts, "try 5")
-        _require(self.request_timeout_s > 0, "storage.request_timeout_s must be > 0", self.request_timeout_s, "try 30")
-        _require(self.retry_deadline_s >= 0, "storage.retry_deadline_s must be >= 0", self.retry_deadline_s, "try 120")
-        _require(1 <= self.max_requests <= 1024, "storage.max_requests must be 1 to 1024", self.max_requests, "try 32")
+        require(1 <= self.max_attempts <= 100, "storage.max_attempts must be 1 to 100", self.max_attempts, "try 5")
+        require(self.request_timeout_s > 0, "storage.request_timeout_s must be > 0", self.request_timeout_s, "try 30")
+        require(self.retry_deadline_s >= 0, "storage.retry_deadline_s must be >= 0", self.retry_deadline_s, "try 120")
+        require(1 <= self.max_requests <= 1024, "storage.max_requests must be 1 to 1024", self.max_requests, "try 32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +67,7 @@ class TokenizerConfig:
             takes tiktoken if it is installed and proven identical, and says so.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     path: str
     eos_token: str = "<|endoftext|>"  # noqa: S105 - a token of text
@@ -204,14 +86,14 @@ class PackingConfig:
             whole and pads what they leave. With both, every token is an input exactly once.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     sequence_length: int = 2048
     strategy: Strategy = "concat"
 
     def __post_init__(self) -> None:
         rule = "packing.sequence_length must be 2 to 16777216 tokens"
-        _require(2 <= self.sequence_length <= 2**24, rule, self.sequence_length, "try 2048")
+        require(2 <= self.sequence_length <= 2**24, rule, self.sequence_length, "try 2048")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,16 +106,16 @@ class ShuffleConfig:
         enabled: False keeps the order of files, row groups, documents and rows (evaluation).
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     seed: int = 0
     window_tokens: int | Literal["auto"] = "auto"
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "shuffle.seed must be 0 to 2^63-1", self.seed, "try 0")
+        require(0 <= self.seed < 2**63, "shuffle.seed must be 0 to 2^63-1", self.seed, "try 0")
         if self.window_tokens != "auto":
-            _require(self.window_tokens >= 1, "shuffle.window_tokens must be >= 1", self.window_tokens, "try auto")
+            require(self.window_tokens >= 1, "shuffle.window_tokens must be >= 1", self.window_tokens, "try auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +133,7 @@ class ResourcesConfig:
         stall_timeout_s: seconds without a slab after which the loader gives up and says which stage is short.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     tokenize_actors: tuple[int, int] | int = (1, 8)
     cpus_per_actor: float = 1.0
@@ -263,8 +145,8 @@ class ResourcesConfig:
 
     def __post_init__(self) -> None:
         low, high = self.min_actors, self.max_actors
-        _require(1 <= low <= high, "resources.tokenize_actors must be 1 <= min <= max", [low, high], "try [1, 8]")
-        _require(
+        require(1 <= low <= high, "resources.tokenize_actors must be 1 <= min <= max", [low, high], "try [1, 8]")
+        require(
             1e-4 <= self.cpus_per_actor <= 1e6,
             "resources.cpus_per_actor must be 0.0001 to 1000000",
             self.cpus_per_actor,
@@ -272,21 +154,21 @@ class ResourcesConfig:
         )
         whole = self.cpus_per_actor < 1 or float(self.cpus_per_actor).is_integer()
         rule = "resources.cpus_per_actor must be whole or below 1 (Ray's rule)"
-        _require(whole, rule, self.cpus_per_actor, "round it")
-        _require(
+        require(whole, rule, self.cpus_per_actor, "round it")
+        require(
             1 <= self.prefetch_windows <= 1024,
             "resources.prefetch_windows must be 1 to 1024",
             self.prefetch_windows,
             "try 2",
         )
-        _require(
+        require(
             1 <= self.prefetch_batches <= 1024,
             "resources.prefetch_batches must be 1 to 1024",
             self.prefetch_batches,
             "try 2",
         )
-        _require(self.cluster_wait_s >= 0, "resources.cluster_wait_s must be >= 0", self.cluster_wait_s, "try 300")
-        _require(self.stall_timeout_s > 0, "resources.stall_timeout_s must be > 0", self.stall_timeout_s, "try 600")
+        require(self.cluster_wait_s >= 0, "resources.cluster_wait_s must be >= 0", self.cluster_wait_s, "try 300")
+        require(self.stall_timeout_s > 0, "resources.stall_timeout_s must be > 0", self.stall_timeout_s, "try 600")
 
     @property
     def min_actors(self) -> int:
@@ -309,13 +191,15 @@ class IngestConfig:
         global_batch_rows: G, rows a step over all ranks; a multiple of ``lanes``.
         epochs: passes over every source; 1 if neither this nor ``total_tokens`` is given.
         total_tokens: stop after the step that reaches this many tokens, padding apart; sources repeat as needed.
+        accept_changes: what a position may differ in at a resume, of ``manifest``, ``tokenizer``, ``weights`` and
+            ``filter``; it is recorded in the position. See ``changes.py``.
         manifest: where ``ingest index`` stores the manifest and where it is read from; None uses the cache directory.
 
     Raises:
         ConfigError: a rule between the values is broken.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     sources: tuple[SourceConfig, ...]
     tokenizer: TokenizerConfig
@@ -328,26 +212,30 @@ class IngestConfig:
     total_tokens: int | None = None
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     manifest: str | None = None
+    accept_changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [source.name for source in self.sources]
-        _require(bool(names), "sources must name at least one source", names, "add one with a name and a path")
-        _require(len(set(names)) == len(names), "sources.name must be unique", names, "rename one")
+        require(bool(names), "sources must name at least one source", names, "add one with a name and a path")
+        require(len(set(names)) == len(names), "sources.name must be unique", names, "rename one")
         weights = [source.weight for source in self.sources]
         mixed = None in weights and any(weight is not None for weight in weights)
         rule = "sources.weight must be set for every source or for none"
-        _require(not mixed, rule, weights, "a share has no meaning beside a size: set the missing ones")
-        _require(1 <= self.lanes <= 65536, "lanes must be 1 to 65536", self.lanes, "try 8")
+        require(not mixed, rule, weights, "a share has no meaning beside a size: set the missing ones")
+        require(1 <= self.lanes <= 65536, "lanes must be 1 to 65536", self.lanes, "try 8")
         multiple = self.global_batch_rows >= 1 and self.global_batch_rows % self.lanes == 0
         rule = "global_batch_rows must be at most 16777216"
-        _require(self.global_batch_rows <= 2**24, rule, self.global_batch_rows, "try 64")
+        require(self.global_batch_rows <= 2**24, rule, self.global_batch_rows, "try 64")
         near = max(1, round(self.global_batch_rows / self.lanes)) * self.lanes
         rule = "global_batch_rows must be a multiple of lanes"
-        _require(multiple, rule, f"{self.global_batch_rows} and {self.lanes}", f"set global_batch_rows to {near}")
+        require(multiple, rule, f"{self.global_batch_rows} and {self.lanes}", f"set global_batch_rows to {near}")
         both = self.epochs is not None and self.total_tokens is not None
-        _require(not both, "only one of epochs and total_tokens may be set", "both", "remove one")
+        require(not both, "only one of epochs and total_tokens may be set", "both", "remove one")
+        unknown = [name for name in self.accept_changes if name not in ACCEPTABLE]
+        rule = f"accept_changes must be names of {', '.join(ACCEPTABLE)}"
+        require(not unknown, rule, ", ".join(unknown), "nothing else can be accepted")
         for name, value in (("epochs", self.epochs), ("total_tokens", self.total_tokens)):
-            _require(value is None or value >= 1, f"{name} must be >= 1", value, "set it to 1 or more")
+            require(value is None or value >= 1, f"{name} must be >= 1", value, "set it to 1 or more")
 
     @property
     def num_epochs(self) -> int | None:

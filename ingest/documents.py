@@ -2,7 +2,7 @@
 
 Memory: the tokens, and the arrays that ``UNITS_AHEAD`` and ``ARRAYS_AHEAD`` allow. Rows without text (null or empty) or
 without tokens, and those that an encoder drops, are skipped and counted, and so are those that cannot be read where the
-source allows it.
+source allows it. Rows that a filter leaves out are counted on their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ingest.account import MAX_SKIPS, Account, Bad, Skip, SourceAccount
-from ingest.columns import Columns, sizes
+from ingest.columns import Columns, Filtered, Item, Picked, sizes
 from ingest.errors import DataError
 from ingest.metrics import Stopwatch
 from ingest.pieces import DocumentError
@@ -32,7 +32,7 @@ ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, littl
 
 Encode = Callable[[pa.Array, UnitSpec, IntArray], tuple[TokenArray, IntArray]]
 """Rows that hold something, their unit and their numbers in it, to all tokens and those of each; 0 drops a row."""
-Read = Callable[[UnitSpec, Columns], Iterator[pa.Array | Bad]]
+Read = Callable[[UnitSpec, Columns], Iterator[Item]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class UnitTexts:
         self._read = read
         self._settings = settings
         self._left = deque((index, unit) for index, unit in enumerate(spec.units) if not unit.packed)
-        self._begun: deque[tuple[int, ReadAhead[pa.Array | Bad]]] = deque()
+        self._begun: deque[tuple[int, ReadAhead[Item]]] = deque()
         self._begin()
 
     def _begin(self) -> None:
@@ -75,7 +75,7 @@ class UnitTexts:
             arrays = self._read(unit, self._settings.columns[unit.source])
             self._begun.append((index, ReadAhead(arrays, ARRAYS_AHEAD, "ingest-read")))
 
-    def __iter__(self) -> Iterator[tuple[int, ReadAhead[pa.Array | Bad]]]:
+    def __iter__(self) -> Iterator[tuple[int, ReadAhead[Item]]]:
         while self._begun:
             yield self._begun[0]
             self._begun.popleft()
@@ -104,6 +104,9 @@ def tokenize(
         skip = settings.skips_rows(unit.source)
         for array in arrays:
             watch.lap("read")
+            if isinstance(array, Filtered):
+                per_source[unit.source] += SourceAccount(read=array.num_rows, filtered=array.num_rows)
+                continue
             counted = SourceAccount()
             for part in (array,) if isinstance(array, Bad) else encode_rows(array, unit, first_row, encode, skip):
                 if isinstance(part, Bad):
@@ -147,14 +150,14 @@ class _Growing:
 
 
 def encode_rows(
-    array: pa.Array, unit: UnitSpec, first_row: int, encode: Encode, skip: bool = False
+    array: pa.Array | Picked, unit: UnitSpec, first_row: int, encode: Encode, skip: bool = False
 ) -> Iterator[tuple[TokenArray, IntArray, IntArray] | Bad]:
     """Encodes the rows of an array that hold something, about ``ENCODE_BYTES`` of text at once.
 
     Args:
         array: rows of ``unit``.
         unit: where they come from.
-        first_row: number of the first one in its row group.
+        first_row: number of the first one in its row group, where the array does not tell all.
         encode: of the unit's source.
         skip: yields ``Bad`` in the place of a row whose content breaks a rule.
 
@@ -164,12 +167,13 @@ def encode_rows(
     Raises:
         DataError: a document is refused; the message names file, row group and row.
     """
-    left = deque(_chunks(sizes(array)))
+    picked = array if isinstance(array, Picked) else Picked(array, np.arange(first_row, first_row + len(array)))
+    left = deque(_chunks(sizes(picked.rows)))
     while left:
         some = left.popleft()
-        numbers = some + first_row
+        numbers = picked.numbers[some]
         try:
-            flat, counts = encode(array.take(pa.array(some)), unit, numbers)
+            flat, counts = encode(picked.rows.take(pa.array(some)), unit, numbers)
         except DocumentError as error:
             row = int(numbers[error.index])
             if not (skip and error.skippable):

@@ -79,7 +79,7 @@ def drain(
 
     require_world_size(world_size, run.config.lanes)
     if position is not None:
-        run.require(position)
+        position = run.require(position)
     ensure_ray(run.config)
     connect, cpu_began = _Together(world_size), time.process_time()
     loaders = [
@@ -166,6 +166,7 @@ def describe_account(run: Run, end: Position) -> dict[str, Any]:
         "sources": [{"name": name, **by_name[name], "trained_tokens": tokens} for name, tokens in trained],
         "skipped_files": account.skipped_files,
         "skips": [f"{names[skip.source]}: {skip}" for skip in account.skips],
+        "accepted": [str(change) for change in end.accepted],
     }
 
 

@@ -24,10 +24,11 @@ import pyarrow.compute as pc
 
 from ingest.chat import Chat, ChatTemplate, conversation
 from ingest.columns import SETTINGS
-from ingest.config import IngestConfig, SourceConfig
+from ingest.config import IngestConfig
 from ingest.errors import ConfigError
 from ingest.fim import Fim, FimConfig
 from ingest.pieces import DocumentError, Piece, encode_pieces
+from ingest.sources import SourceConfig
 from ingest.spec import UnitSpec
 from ingest.storage import Storage
 from ingest.tokenizer import Tokenizer
@@ -224,6 +225,8 @@ def _source_encoder(
 ) -> SourceEncoder:
     columns = source.columns
     identity: dict[str, Any] = dict(zip(SETTINGS[columns.kind], columns.names, strict=True))
+    if columns.filter is not None:
+        identity["filter"] = columns.filter.text
     if columns.kind == "text":
         transform = None if source.transform is None else UserTransform(source.transform)
         fim = None if source.fim is None else _fim(source, source.fim, seed, tokenizer)

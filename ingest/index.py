@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from ingest.account import Bad
 from ingest.chunks import column_chunks
-from ingest.columns import Columns
-from ingest.config import SourceConfig
+from ingest.columns import Columns, Filtered, documents
 from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
 from ingest.packed import SUMMARY, PackedFormat, packed_format, tokens_column
 from ingest.parquet import find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
+from ingest.sources import SourceConfig
 from ingest.spec import UnitSpec
 from ingest.storage import FileInfo, Storage
 
@@ -38,6 +38,7 @@ T = TypeVar("T")
 _PROGRESS_S = 2.0
 _SAMPLE_FILES, _SAMPLE_DOCUMENTS, _SAMPLE_BYTES = 8, 64, 256 << 10
 _SAMPLE_REQUEST_BYTES = 1 << 20
+_MOST_ROWS, _MOST_BYTES = 4096, 4 << 20  # looked at in a file whose filter leaves few
 _TOKENS_PER_MIB_WITHOUT_TEXT = (1 << 20) // 4
 
 
@@ -114,8 +115,14 @@ def index_source(
     full = [item for item in indexed if item.rows]
     if not full:
         raise DataError(f"source {source.name} must hold rows; its {len(files)} files hold none: check its path")
+    read = full if columns.filter is None or packed is not None else [item for item in full if any(item.text_bytes)]
+    if columns.filter is not None and not read:
+        raise DataError(
+            f"source {source.name}: filter {columns.filter.text} must leave rows; by the statistics of "
+            f"{sum(len(item.rows) for item in full)} row groups it leaves none: mend it, or leave the source out"
+        )
     spread = (
-        full if len(full) <= _SAMPLE_FILES else [full[i * len(full) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
+        read if len(read) <= _SAMPLE_FILES else [read[i * len(read) // _SAMPLE_FILES] for i in range(_SAMPLE_FILES)]
     )
     skip = source.allowed.skip_rows > 0
     tokens_per_mib: int | None = 0
@@ -132,6 +139,12 @@ def index_source(
     if len(full) < len(indexed):
         warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
     warnings += [f"skipped {path}: {reason}" for path, reason in skipped]
+    if columns.filter is not None and packed is None:
+        sizes = [size for item in full for size in item.text_bytes]
+        warnings.append(
+            f"filter {columns.filter.text}: rows are those before it, tokens those behind it, as sampled; "
+            f"{sizes.count(0)} of {len(sizes)} row groups hold none"
+        )
     if tokens_per_mib is None:
         warnings.append(f"no text in the first documents of {len(spread)} files; sizes are guesses")
     return SourceManifest(
@@ -190,12 +203,18 @@ def index_file(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     groups = [(number, footer.metadata.row_group(number)) for number in range(footer.metadata.num_row_groups)]
     full = [(number, group) for number, group in groups if group.num_rows]
     numbers = [number for number, _ in full]
-    of_groups = column_chunks(footer.metadata, numbers, leaves, file.path, footer.size_bytes)
+    chosen = columns.filter if packed is None else None
+    read = leaves + (chosen.leaves(footer.metadata, file.path) if chosen else [])
+    of_groups = column_chunks(footer.metadata, numbers, read, file.path, footer.size_bytes)
+    out = chosen.excluded(footer.metadata, numbers) if chosen else set()  # of these no row counts
     return _Indexed(
         entry,
         numbers,
         [group.num_rows for _, group in full],
-        [sum(chunk.total_uncompressed_size for chunk in chunks) for chunks in of_groups],
+        [
+            0 if number in out else sum(chunk.total_uncompressed_size for chunk in chunks[: len(leaves)])
+            for number, chunks in zip(numbers, of_groups, strict=True)
+        ],
         packed,
     )
 
@@ -244,9 +263,7 @@ def _sample(storage: Storage, item: _Indexed, columns: Columns, skip: bool) -> t
         request_bytes=_SAMPLE_REQUEST_BYTES,
         skip=skip,
     )
-    for array in arrays:
-        if isinstance(array, Bad):
-            continue
+    for array in documents(arrays):
         for text in array.to_pylist():
             rows += 1
             if text is None:
@@ -271,21 +288,27 @@ def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:
 def _sample_rows(
     storage: Storage, item: _Indexed, columns: Columns, skip: bool, encode_rows: EncodeRows
 ) -> tuple[int, int]:
-    """Tokens of a file's first row group with rows, as its first documents promise, and its bytes."""
-    path, group, (size_bytes, footer_hash) = item.entry.path, item.row_groups[0], item.entry.content
+    """Tokens of a file's first row group with rows that count, as its first documents promise, and its bytes.
+
+    Where a filter leaves few rows, more are looked at.
+    """
+    first = next((place for place, size in enumerate(item.text_bytes) if size), 0)  # 0 where no row counts
+    path, group, (size_bytes, footer_hash) = item.entry.path, item.row_groups[first], item.entry.content
+    most = max(_SAMPLE_DOCUMENTS, min(_MOST_ROWS, _MOST_BYTES * item.rows[first] // max(1, item.text_bytes[first])))
     unit = UnitSpec(0, 0, path, group, size_bytes, footer_hash)
-    rows = tokens = size = 0
+    rows = tokens = size = left_out = 0
     options = {"batch_rows": 16, "request_bytes": _SAMPLE_REQUEST_BYTES}
     for array in read_documents(storage, path, group, columns, item.entry.content, skip=skip, **options):
-        if isinstance(array, Bad):
+        if isinstance(array, Bad | Filtered):
             rows += array.num_rows
-            continue
-        parts = encoded(array, unit, rows, encode_rows, skip)
-        tokens += sum(len(part[0]) for part in parts if not isinstance(part, Bad))
-        rows, size = rows + len(array), size + array.nbytes
-        if size >= _SAMPLE_BYTES or rows >= _SAMPLE_DOCUMENTS:
+            left_out += array.num_rows if isinstance(array, Filtered) else 0
+        else:
+            parts = encoded(array, unit, rows, encode_rows, skip)
+            tokens += sum(len(part[0]) for part in parts if not isinstance(part, Bad))
+            rows, size = rows + len(array), size + next(documents([array])).nbytes
+        if size >= _SAMPLE_BYTES or rows - left_out >= _SAMPLE_DOCUMENTS or rows >= most:
             break
-    return tokens * item.rows[0] // max(1, rows), item.text_bytes[0]
+    return tokens * item.rows[first] // max(1, rows), item.text_bytes[first]
 
 
 def _ratio(samples: Iterable[tuple[int, int]]) -> int | None:

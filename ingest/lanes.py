@@ -113,9 +113,8 @@ def steps(
     """
     if total_tokens is not None and start.tokens >= total_tokens:
         return
-    place = start
     slab = _next(slabs, start.window, lanes)
-    place.verify(slab.prefix)
+    place = start.entered(slab.prefix)
     needed, parts = lanes.lane_rows, _no_parts(lanes)
     fertile = slab.cursors  # of the last window that held rows
     while True:
@@ -152,7 +151,7 @@ def _require_text(fertile: Cursors, now: Cursors, step: int) -> None:
     if all(source.epoch > then.epoch + 1 for source, then in passes):
         raise DataError(
             f"the sources must hold text; got none in a whole pass over each after step {step}: "
-            "check path and text_column"
+            "check path, text_column and filter"
         )
 
 

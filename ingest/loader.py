@@ -105,8 +105,7 @@ class Loader:
         if self._iterating is not None:
             raise ResumeError("load_state_dict must come before iterating; got an open iteration: close() first")
         position = Position.from_dict(state)
-        self.run.require(position)
-        self._position = position
+        self._position = self.run.require(position)
 
     def __iter__(self) -> Iterator[Batch]:
         prefetcher = Prefetcher(self._device, self.config.resources.prefetch_batches)

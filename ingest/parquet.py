@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from ingest.account import Bad
 from ingest.chunks import column_chunks
-from ingest.columns import Columns, holds_text
+from ingest.columns import Columns, Filtered, Item, Picked, holds_text
 from ingest.errors import DataError
 from ingest.retry import one_line
 from ingest.storage import Storage
@@ -140,8 +141,8 @@ def read_documents(
     batch_rows: int = 256,
     request_bytes: int | None = None,
     skip: bool = False,
-) -> Iterator[pa.Array | Bad]:
-    """Yields the documents of one row group in order; a null stays null.
+) -> Iterator[Item]:
+    """Yields the documents of one row group in order; a null stays null. With a filter, only those it leaves.
 
     The footer is read and compared when a file is met first; while it is among the last 32, only its size is compared.
 
@@ -169,7 +170,12 @@ def read_documents(
                 f"{path} has {metadata.num_row_groups} row groups; got {row_group}: run `ingest index` again"
             )
         leaves = find_columns(metadata, columns, path)
+        if columns.filter is not None:
+            leaves = list(dict.fromkeys([*leaves, *columns.filter.leaves(metadata, path)]))
         (chunks,) = column_chunks(metadata, [row_group], leaves, path, file.size())
+        if columns.filter is not None and columns.filter.excluded(metadata, [row_group]):
+            yield Filtered(metadata.row_group(row_group).num_rows)
+            return
         compressed_bytes = sum(chunk.total_compressed_size for chunk in chunks)
         whole = request_bytes is None and compressed_bytes <= WHOLE_CHUNK_BYTES
         num_rows, first = metadata.row_group(row_group).num_rows, 0
@@ -266,26 +272,35 @@ def _type_of(schema: pa.Schema, column: str) -> pa.DataType:
     return kind
 
 
-def _rows(batch: pa.RecordBatch, columns: Columns, where: str, first_row: int, skip: bool) -> Iterator[pa.Array | Bad]:
+def _rows(batch: pa.RecordBatch, columns: Columns, where: str, first_row: int, skip: bool) -> Iterator[Item]:
     """The documents of a batch, their text checked to be UTF-8, which Parquet readers do not do.
 
     Rows that are not are refused, or cut out and named.
     """
-    array = columns.raw(batch)
+    array, numbers = columns.raw(batch), np.arange(first_row, first_row + batch.num_rows)
+    if columns.filter is not None:
+        kept = np.flatnonzero(columns.filter.keeps(batch))
+        array, numbers = array.take(pa.array(kept)), numbers[kept]
+        if len(kept) < batch.num_rows:
+            yield Filtered(batch.num_rows - len(kept))
+
+    def found(rows: pa.Array, start: int) -> pa.Array | Picked:
+        return rows if columns.filter is None else Picked(rows, numbers[start : start + len(rows)])
+
     done = 0
     while done < len(array):
         rest = array.slice(done)
         try:
-            yield columns.checked(rest)
+            yield found(columns.checked(rest), done)
             return
         except pa.ArrowInvalid as error:
             bad = columns.first_invalid(rest)
             if not skip:
-                what = f"{where}, row {first_row + done + bad} must be UTF-8; {one_line(error)}"
+                what = f"{where}, row {numbers[done + bad]} must be UTF-8; {one_line(error)}"
                 raise DataError(f"{what}: mend it, leave it out, or set on_error") from error
             if bad:
-                yield columns.checked(rest.slice(0, bad))
-            yield Bad(first_row + done + bad, 1, "not UTF-8")
+                yield found(columns.checked(rest.slice(0, bad)), done)
+            yield Bad(int(numbers[done + bad]), 1, "not UTF-8")
             done += bad + 1
 
 

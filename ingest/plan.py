@@ -107,10 +107,14 @@ class SourceCursor:
 
 @dataclass(frozen=True)
 class Cursors:
-    """Where the plan stands before window number ``window``."""
+    """Where the plan stands before window number ``window``.
+
+    ``weights`` are those of a window that was begun before the plan's came to hold; None is the plan's.
+    """
 
     window: int
     sources: tuple[SourceCursor, ...]
+    weights: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,14 +192,35 @@ class Plan:
         return Cursors(0, tuple(SourceCursor(0, 0, 0) for _ in self.sources))
 
     def windows(self, cursors: Cursors) -> Iterator[WindowPlan]:
-        """Yields the windows from ``cursors`` on; the first one starts exactly there.
+        """Yields the windows from ``cursors`` on; the first one starts exactly there, and has its weights.
 
         Args:
             cursors: from ``start``, from a window, or from a position.
         """
         while self._active(cursors):
-            window, cursors = self._close(cursors)
+            plan = self if cursors.weights is None else self._weighted(cursors.weights)
+            window, cursors = plan._close(cursors)
+            if plan is not self:
+                cursors = self._converted(cursors, plan)
             yield window
+
+    def _weighted(self, weights: Sequence[int]) -> Plan:
+        sources = [replace(source, weight=weight) for source, weight in zip(self.sources, weights, strict=True)]
+        return Plan(
+            sources,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            window_tokens=self.window_tokens,
+            num_epochs=self.num_epochs,
+        )
+
+    def _converted(self, cursors: Cursors, then: Plan) -> Cursors:
+        """Cursors of a plan of other weights: virtual times are tokens over weight."""
+        sources = [
+            replace(cursor, served=cursor.served * old.weight // new.weight)
+            for cursor, old, new in zip(cursors.sources, then.sources, self.sources, strict=True)
+        ]
+        return replace(cursors, sources=self._rebased(sources, self._active(cursors)))
 
     def _active(self, cursors: Cursors) -> list[int]:
         limit = self.num_epochs

@@ -5,7 +5,8 @@ counts at the start of the window it stands in, the rows of each lane consumed s
 position at the end of a window names that window, not the next, so that a resume always re-makes one window and can
 compare digests.
 
-The fingerprint is everything that decides order and content. A position is refused where it differs, field by field.
+The fingerprint is everything that decides order and content. A position is refused where it differs, field by field,
+unless the difference is accepted knowingly, which the position then records; see ``changes.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ingest.account import NOTHING, Account, natural
+from ingest.changes import ACCEPTABLE, MAX_CHANGES, Change, name_of, refused
 from ingest.errors import ResumeError
 from ingest.plan import Cursors
 from ingest.slab import Counts, Prefix, cursors_from_json, cursors_to_json
@@ -38,6 +40,7 @@ class Position:
         base: counts before that window.
         counts: counts in total.
         fingerprint: nested plain values, with ``packing.sequence_length`` and ``global_batch_rows`` among them.
+        accepted: changes that the run went on with, the last ``MAX_CHANGES``.
     """
 
     step: int
@@ -46,6 +49,7 @@ class Position:
     base: Counts
     counts: Counts
     fingerprint: Fingerprint
+    accepted: tuple[Change, ...] = ()
 
     @classmethod
     def start(cls, cursors: Cursors, fingerprint: Fingerprint, account: Account = NOTHING) -> Position:
@@ -92,6 +96,7 @@ class Position:
             "cursors": cursors_to_json(self.cursors),
             "window_start": _counts_to_json(self.base, names),
             "fingerprint": dict(self.fingerprint),
+            **({"accepted": [list(change) for change in self.accepted]} if self.accepted else {}),
         }
 
     @classmethod
@@ -114,6 +119,10 @@ class Position:
                 base=_counts_from_json(value["window_start"], names),
                 counts=_counts_from_json(value, names),
                 fingerprint=value["fingerprint"],
+                accepted=tuple(
+                    Change(natural(step), str(field), str(then), str(now))
+                    for step, field, then, now in value.get("accepted", ())
+                ),
             )
             consistent = position._consistent() and all(value[name] == own for name, own in position.to_dict().items())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -131,7 +140,9 @@ class Position:
     def _consistent(self) -> bool:
         """Whether the counts can be those of one stream of these sources."""
         num_sources = len(self.fingerprint["sources"])
-        fits = len(self.cursors.sources) == num_sources and self.padding >= 0
+        weights = self.cursors.weights
+        fits = len(self.cursors.sources) == num_sources and self.padding >= 0 and len(self.accepted) <= MAX_CHANGES
+        fits = fits and (weights is None or (len(weights) == num_sources and min(weights) >= 1))
         return fits and all(
             counts.tokens == sum(counts.source_tokens) and counts.account.balanced
             for counts in (self.base, self.counts)
@@ -156,24 +167,56 @@ class Position:
             raise ResumeError(f"position must be JSON; got {error}: use another checkpoint") from None
         return cls.from_dict(value)
 
-    def require(self, fingerprint: Fingerprint, explain: Callable[[str], str] = lambda _: "") -> None:
+    def require(
+        self,
+        fingerprint: Fingerprint,
+        explain: Callable[[str], str] = lambda _: "",
+        accept: tuple[str, ...] = (),
+    ) -> Position:
         """Refuses to go on with other data or settings.
 
         Args:
             fingerprint: of the run that wants to resume here.
             explain: given the field of a difference, what is known about it (a list of changed files, say), or "".
+            accept: names of ``changes.ACCEPTABLE``.
+
+        Returns:
+            The position of that run: this one, or one that records what was accepted.
 
         Raises:
-            ResumeError: names every field that differs, with both values.
+            ResumeError: names every field that differs and is not accepted, with both values.
         """
         then, now = _flat(self.fingerprint), _flat(fingerprint)
         fields = [field for field in sorted({*then, *now}) if then.get(field) != now.get(field)]
-        if fields:
-            lines = [f"{field}: {then.get(field)} then, {now.get(field)} now{explain(field)}" for field in fields]
+        wrong = refused(fields, accept)
+        if wrong:
+            lines = [f"{field}: {then.get(field)} then, {now.get(field)} now{explain(field)}" for field in wrong]
+            names = {name_of(field) for field in fields} & {*ACCEPTABLE}
+            known = all(name_of(field) for field in fields) and names
+            way = f", accept it knowingly with accept_changes: [{', '.join(sorted(map(str, names)))}]" if known else ""
             raise ResumeError(
                 f"position at step {self.step} belongs to another run; {'; '.join(lines)}: "
-                "restore what changed, or start from step 0 under another name"
+                f"restore what changed{way}, or start from step 0 under another name"
             )
+        changes = [Change.of(self.step, field, then.get(field), now.get(field)) for field in fields]
+        return replace(self, fingerprint=fingerprint, accepted=(*self.accepted, *changes)[-MAX_CHANGES:])
+
+    def entered(self, prefix: Prefix) -> Position:
+        """The position in its window as that is made again.
+
+        Returns:
+            This one; or the window's start, where its rows are others by a change that was accepted at this step.
+
+        Raises:
+            ResumeError: the window's content is not what it was, and no such change was accepted.
+        """
+        try:
+            self.verify(prefix)
+        except ResumeError:
+            if not any(change.step == self.step and change.of_content for change in self.accepted):
+                raise
+            return replace(self, offset=0, base=self.counts)
+        return self
 
     def verify(self, prefix: Prefix) -> None:
         """Compares the re-made window with what was consumed of it.
@@ -232,7 +275,11 @@ def _counts_from_json(value: Any, names: list[str]) -> Counts:
 
 def _cursors_from_json(value: Any) -> Cursors:
     cursors = cursors_from_json(value)
-    for number in (cursors.window, *(n for c in cursors.sources for n in (c.epoch, c.unit, c.served))):
+    for number in (
+        cursors.window,
+        *(cursors.weights or ()),
+        *(n for c in cursors.sources for n in (c.epoch, c.unit, c.served)),
+    ):
         natural(number)
     return cursors
 

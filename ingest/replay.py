@@ -69,7 +69,7 @@ def replay_step(run: Run, step: int, start: Position) -> list[Row]:
         raise ConfigError(
             f"step must come after the state; got {step} and {start.step}: name an earlier state, or none"
         )
-    run.require(start)
+    start = run.require(start)
     config, windows, before = run.config, dict[int, Window](), start
 
     def slabs() -> Iterator[Slab]:
@@ -97,11 +97,12 @@ def replay_state(run: Run, state: Position) -> list[Row]:
     """
     if state.step == 0:
         raise ConfigError("state must be taken after a step; got one before the first: name --step 1")
-    run.require(state)
+    state = run.require(state)
     config = run.config
     window = run.maker(next(run.specs(state.cursors)))
     state.verify(window.prefix)
     if window.spec.last and state.offset == window.prefix.rows:  # padding may fill the last step: count from the start
+        _require_unchanged(state)
         return replay_step(run, state.step, run.start())
     needed, end, by_lane = config.global_batch_rows // config.lanes, state.offset, dict[int, list[Row]]()
     while True:
@@ -113,9 +114,19 @@ def replay_state(run: Run, state: Position) -> list[Row]:
         needed -= taken
         if not needed:
             return [row for lane in range(config.lanes) for row in by_lane[lane]]
+        _require_unchanged(state)
         ordinal = window.spec.cursors.window - 1
         window = run.maker(run.spec(next(islice(run.plan.windows(run.plan.start()), ordinal, None))))
         end = window.prefix.rows
+
+
+def _require_unchanged(state: Position) -> None:
+    """Refuses to count windows from the start, which was made with other data or settings."""
+    if state.accepted:
+        raise ConfigError(
+            f"step {state.step} must lie within its state's window where changes were accepted; got one that begins "
+            f"before it, and {state.accepted[-1]}: name an earlier state and --step {state.step}"
+        )
 
 
 def _row(run: Run, window: Window | None, ordinal: int, index: int) -> Row:

@@ -5,15 +5,17 @@ Preparing reads every footer once (or a stored manifest) and the tokenizer; ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ingest.account import MAX_SKIPS, Account, Bad, Skip
 from ingest.columns import Columns
+from ingest.columns import documents as of_documents
 from ingest.columns import texts as texts_of
 from ingest.config import IngestConfig
 from ingest.encoding import Encoded, Encoder, IntArray, SourceEncoder, source_encoders
@@ -100,6 +102,10 @@ class Run:
         for source, settings in zip(manifest.sources, config.sources, strict=True):
             require_files(source, settings)
             if source.packed is not None:
+                if settings.filter is not None:
+                    rule = f"source {source.name}: filter must stand beside documents that are not packed yet"
+                    step = "filter the sources of `ingest pack`, and leave it out here"
+                    raise ConfigError(f"{rule}; got packed rows, each of several documents: {step}")
                 source.packed.require(run.packed_format, source.files[0].path)
                 if source.name in own:
                     rule = f"source {source.name}: packed files must be read as they are"
@@ -119,7 +125,7 @@ class Run:
         for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
             if source.packed is not None:
                 continue
-            unit = source.unit(0)
+            unit = source.unit(int(np.argmax(source.unit_text_bytes > 0)))  # the first one that the filter leaves
             expect = (unit.size_bytes, unit.footer_hash)
             skip = settings.allowed.skip_rows > 0
             documents = read_documents(
@@ -133,8 +139,8 @@ class Run:
                 skip=skip,
             )
             left = VERIFY_CHARS
-            first = next(documents)
-            for text in () if isinstance(first, Bad) else texts_of(first):
+            first = next(of_documents(islice(documents, 64)), ())
+            for text in texts_of(first) if len(first) else ():
                 if left > 0:
                     texts.append(text[:left])
                     left -= len(text)
@@ -179,11 +185,9 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """The order of units."""
-        sources = []
-        for source, settings in zip(self.manifest.sources, self.config.sources, strict=True):
-            size = int(source.unit_tokens.sum())
-            weight = size if settings.weight is None else round(settings.weight * WEIGHT_UNIT)
-            sources.append(PlanSource(source.name, source.unit_tokens, weight))
+        weights = self._weights([source.weight for source in self.config.sources])
+        pairs = zip(self.manifest.sources, weights, strict=True)
+        sources = [PlanSource(source.name, source.unit_tokens, weight) for source, weight in pairs]
         shuffle = self.config.shuffle
         return Plan(
             sources,
@@ -278,13 +282,19 @@ class Run:
                     "files, or raise it and resume"
                 )
 
-    def require(self, position: Position) -> None:
-        """Refuses a position of other data or settings.
+    def require(self, position: Position) -> Position:
+        """Refuses a position of other data or settings, but for what the config's ``accept_changes`` names.
+
+        Returns:
+            The position that this run goes on from: the same, or with what was accepted recorded.
 
         Raises:
             ResumeError: lists every field that differs, and for data the files; or the position lies beyond the data.
         """
-        position.require(self.fingerprint, self._explain(position))
+        then, position = (
+            position,
+            position.require(self.fingerprint, self._explain(position), self.config.accept_changes),
+        )
         for source, cursor in zip(self.plan.sources, position.cursors.sources, strict=True):
             if cursor.unit >= len(source.unit_tokens):
                 raise ResumeError(
@@ -298,6 +308,23 @@ class Run:
                 f"position must lie within the epochs; got epoch {position.cursors.sources[0].epoch}, counted from 0, "
                 f"and epochs: {limit}: set epochs to {position.cursors.sources[0].epoch + 1} or more"
             )
+        return self._ending_as_begun(position, then)
+
+    def _ending_as_begun(self, position: Position, then: Position) -> Position:
+        """With the weights that its window was begun with, where they are others now."""
+        before, now = (
+            [each.fingerprint["sources"][source.name].get("weight") for source in self.config.sources]
+            for each in (then, position)
+        )
+        if before == now or position.cursors.weights is not None:
+            return position
+        return replace(position, cursors=replace(position.cursors, weights=self._weights(before)))
+
+    def _weights(self, weights: Sequence[float | None]) -> tuple[int, ...]:
+        """As integers; a source without one is as heavy as it is large."""
+        sizes = (int(source.unit_tokens.sum()) for source in self.manifest.sources)
+        pairs = zip(weights, sizes, strict=True)
+        return tuple(size if weight is None else round(weight * WEIGHT_UNIT) for weight, size in pairs)
 
     def specs(self, cursors: Cursors) -> Iterator[WindowSpec]:
         """What actors need for each window from ``cursors`` on."""

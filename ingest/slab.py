@@ -295,9 +295,12 @@ def row_digests(rows: Rows, windows_B: IntArray, indexes_B: IntArray) -> npt.NDA
 
 def cursors_to_json(cursors: Cursors) -> dict[str, Any]:
     """Plain values that ``cursors_from_json`` takes back."""
-    return {"window": cursors.window, "sources": [[c.epoch, c.unit, c.served] for c in cursors.sources]}
+    sources = [[c.epoch, c.unit, c.served] for c in cursors.sources]
+    weights = {} if cursors.weights is None else {"weights": list(cursors.weights)}
+    return {"window": cursors.window, "sources": sources, **weights}
 
 
 def cursors_from_json(value: dict[str, Any]) -> Cursors:
     """The inverse of ``cursors_to_json``."""
-    return Cursors(value["window"], tuple(SourceCursor(*source) for source in value["sources"]))
+    weights = tuple(value["weights"]) if "weights" in value else None
+    return Cursors(value["window"], tuple(SourceCursor(*source) for source in value["sources"]), weights)

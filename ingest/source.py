@@ -55,6 +55,7 @@ class SourceManifest:
         unit_row_group: int32 [units], index within the file.
         unit_rows: int64 [units], at least 1.
         unit_text_bytes: int64 [units], uncompressed bytes of the column that is read: of the text, or of packed tokens.
+            0 where statistics show that the source's filter leaves no row.
         tokens_per_mib: estimated tokens in a MiB of those bytes, at least 1; 0 for a packed source, which is counted.
         warnings: what the user should know, one line each.
         packed: how the rows of all files were packed; None for text.

@@ -28,6 +28,8 @@ class Progress:
         if log and self._start.step:
             workers, start = ray.train.get_context().get_world_size(), self._start
             log.info("resumed at step %d on %d workers, digest %s", start.step, workers, start.digest)
+            for change in start.accepted:
+                log.info("accepted at %s", change)
 
     def step(self, loss: float) -> None:
         """Takes note of a step's loss."""

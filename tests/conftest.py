@@ -42,6 +42,7 @@ CORE = (
     *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
     *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
     *("footers", "storage", "strategies", "tokenizer", "turns", "window"),
+    *("changes", "filter"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
 

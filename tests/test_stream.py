@@ -1,11 +1,13 @@
 """``ingest stream`` end to end: the same global batches at every world size, and after every kind of resume."""
 
+import dataclasses
 import json
 
 import pytest
 
 from ingest.cli import main
 from ingest.config import IngestConfig
+from ingest.run import Run
 from tests.conftest import lines_of, read_lines, steps_without_ray, texts, write_config, write_corpus
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -143,6 +145,27 @@ def test_epochs_end_on_a_full_step_at_every_world_size(tmp_path, tokenizer_file,
     assert {len(step.rows) for step in expected} == {8}
     assert expected[-1].position.counts.documents == 36
     assert stream(config, tmp_path, "--world-size", 2) == lines_of(expected)
+
+
+def test_filtered_sources_go_on_with_other_weights_where_that_is_accepted(config, shared_ray, tmp_path, capsys):
+    settings = IngestConfig.from_yaml(config).to_dict()
+    for source in settings["sources"]:
+        source["path"], source["filter"] = str(config.parent / source["path"]), 'text < "r" or text is None'
+    before = write_config(tmp_path / "before.yaml", **settings)
+    start = steps_without_ray(before, count=12)[-1].position
+    (tmp_path / "state.json").write_text(start.to_json())
+    settings["sources"][0]["weight"] = 0.2
+    after = write_config(tmp_path / "after.yaml", **settings)
+    resume = ["--resume", tmp_path / "state.json", "--world-size", 2]
+    assert main(["stream", str(after), *map(str, resume)]) == 2
+    assert "accept_changes: [weights]" in capsys.readouterr().err
+    got = stream(after, tmp_path, *resume, "--accept", "weights", "--json")
+    config = IngestConfig.from_yaml(after)
+    begun = Run.prepare(dataclasses.replace(config, accept_changes=("weights",))).require(start)
+    assert got == lines_of(steps_without_ray(after, begun), begun)
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["accepted"] == [f"step {start.step}: sources.large.weight was 0.7, is 0.2"]
+    assert all(source["filtered"] > 0 for source in figures["sources"])
 
 
 def test_a_process_alone_starts_its_own_ray_and_says_nothing_but_the_figures(
