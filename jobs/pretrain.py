@@ -105,6 +105,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     failures_help = "how often a group that failed starts again (default 3); -1: for ever"
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help=failures_help)
+    resize_help = "seconds between looks at whether another number of workers fits, with MIN:MAX (default 60)"
+    parser.add_argument("--resize-every", type=float, default=60.0, metavar="S", help=resize_help)
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
     options = parser.parse_args(arguments)
     options.storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())

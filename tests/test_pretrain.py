@@ -176,13 +176,14 @@ def changed(config, **settings):
     ("options", "settings", "line"),
     [
         (["--num-workers", "3"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
-        (["--num-workers", "1:4"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
+        (["--num-workers", "1:3"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
         (["--num-workers", "0"], {}, "ConfigError: world_size must divide lanes; got 0 and 4: "),
         ([], {"sources": [{"name": "only", "path": "elsewhere"}]}, "StorageError: "),
         ([], {"sources": [{"name": "only", "path": "corpus", "text_column": "body"}]}, "DataError: "),
         ([], {"lane": 8}, "ConfigError: "),
         (["--max-steps", "0"], {}, "ConfigError: --max-steps must be > 0; got 0: "),
         (["--max-failures", "-2"], {}, "ConfigError: --max-failures must be >= -1; got -2: "),
+        (["--resize-every", "-1"], {}, "ConfigError: --resize-every must be >= 0; got -1: "),
         (["--checkpoint-every", "0"], {}, "ConfigError: --checkpoint-every must be > 0; got 0: "),
     ],
 )

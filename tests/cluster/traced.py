@@ -1,0 +1,42 @@
+"""The main job with another loop: rank 0 writes a line a step, [step, digest, workers], into ``trace`` in the storage.
+
+It ends at ``--max-steps``, or when ``stop`` lies there.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import ray.train
+import torch
+
+import ingest
+from jobs.launch import check, fit
+from jobs.mailbox import send_log
+from jobs.pretrain import parse
+
+
+def train(settings):
+    send_log(settings["mailbox"])
+    model, folder = torch.nn.Linear(2, 1), Path(ray.train.get_context().get_storage().storage_fs_path)
+    loader = ingest.train_loader(ingest.IngestConfig.from_dict(settings["config"]))
+    ingest.restore_checkpoint(loader, model)
+    rank, workers = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    with loader, (folder / "trace").open("a", buffering=1) as lines:
+        for batch in loader:
+            step = batch.position.step
+            last = torch.tensor(float((folder / "stop").exists() or step == settings["max_steps"]))
+            if workers > 1:
+                torch.distributed.all_reduce(last)
+            if rank == 0:
+                lines.write(json.dumps([step, batch.position.digest, workers]) + "\n")
+            if last or step % settings["checkpoint_every"] == 0:
+                ingest.save_checkpoint(loader, model)
+            if last:
+                break
+
+
+if __name__ == "__main__":
+    options = parse(None)
+    fit(train, options, check(options))
+    sys.exit(0)
