@@ -36,9 +36,10 @@ CPUS_PER_TRAINER = 1
 
 def check(options: argparse.Namespace) -> ingest.IngestConfig:
     """Finds the faults of the input: settings, files, tokenizer, and the position to resume at."""
-    for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
+    for option in ("max_steps", "checkpoint_every", "micro_batch_rows"):
+        count = getattr(options, option)
         if count is not None and count < 1:
-            raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
+            raise ingest.ConfigError(f"--{option.replace('_', '-')} must be > 0; got {count}: set it to 1 or more")
     if options.resize_every < 0:
         raise ingest.ConfigError(f"--resize-every must be >= 0; got {options.resize_every:g}: set it to 60 or so")
     if options.max_failures < -1:
@@ -69,7 +70,9 @@ def fit(
     """
     group = _group(options, config)
     with opened(print) as mailbox:
+        low, high = options.num_workers
         settings = {"mailbox": mailbox, "config": config.to_dict()}
+        settings["micro_batch_rows"] = options.micro_batch_rows or config.global_batch_rows // high
         for name in ("max_steps", "checkpoint_every", "learning_rate", "parallel"):
             settings[name] = getattr(options, name)
         run = RunConfig(
@@ -78,7 +81,6 @@ def fit(
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=options.max_failures),
         )
-        low, high = options.num_workers
         policy = DividingPolicy(group, config, mailbox) if low < high else None
         for left in itertools.count(options.max_failures, -1):  # never 0 where it begins below
             try:
