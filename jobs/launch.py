@@ -30,6 +30,7 @@ from ingest.storage import require_no_credential
 from ingest.train import newest_position
 from jobs.elastic import DividingPolicy, ElasticTrainer
 from jobs.mailbox import opened
+from jobs.notices import at_sigterm
 
 CPUS_PER_TRAINER = 1
 
@@ -61,16 +62,17 @@ def check(options: argparse.Namespace) -> ingest.IngestConfig:
 
 def fit(
     train: Callable[[dict[str, Any]], None], options: argparse.Namespace, config: ingest.IngestConfig
-) -> ray.train.Result:
-    """Runs ``train`` on every worker, saying here what they log.
+) -> tuple[ray.train.Result, bool]:
+    """Runs ``train`` on every worker, saying here what they log; returns also whether a SIGTERM ended it.
 
     Raises:
         ResourceError: the cluster lacks the CPUs or GPUs.
         TrainingFailedError: a worker failed more often than is forgiven.
     """
-    group = _group(options, config)
-    with opened(print) as mailbox:
-        low, high = options.num_workers
+    low, high = options.num_workers
+    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
+    with opened(print) as mailbox, at_sigterm(mailbox) as told:
+        group = _group(options, config)
         settings = {"mailbox": mailbox, "config": config.to_dict()}
         settings["micro_batch_rows"] = options.micro_batch_rows or config.global_batch_rows // high
         for name in ("max_steps", "checkpoint_every", "learning_rate", "parallel"):
@@ -84,9 +86,10 @@ def fit(
         policy = DividingPolicy(group, config, mailbox) if low < high else None
         for left in itertools.count(options.max_failures, -1):  # never 0 where it begins below
             try:
-                return ElasticTrainer(
+                trainer = ElasticTrainer(
                     policy, train, train_loop_config=settings, scaling_config=group, run_config=run
-                ).fit()
+                )
+                return trainer.fit(), told.is_set()
             except ControllerError as error:  # Ray Train gives up where a worker is lost while its group starts
                 if left == 0:
                     raise
@@ -97,7 +100,6 @@ def fit(
 def _group(options: argparse.Namespace, config: ingest.IngestConfig) -> ScalingConfig:
     """The workers, on a cluster that has what they and tokenization need."""
     low, high = options.num_workers
-    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
     require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
     gpus = ray.cluster_resources().get("GPU", 0)  # the driver may run on a head without one
     use_gpu = gpus > 0 if options.gpu is None else options.gpu

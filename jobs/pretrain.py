@@ -23,11 +23,10 @@ import ingest
 from jobs.launch import CPUS_PER_TRAINER, check, explain, fit
 from jobs.mailbox import send_log
 from jobs.model import GPT, GPTConfig
+from jobs.notices import ENDED, Notices
 from jobs.parallel import PARALLEL, spread
 from jobs.progress import Progress, report
 from jobs.step import train_step
-
-NOTICE_EVERY = 10  # steps; asking takes 4 ms with two workers on two cores
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -42,16 +41,14 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
-    saved, last = None, settings["max_steps"]
-    notice: Any = None
+    saved, last, notices = None, settings["max_steps"], Notices(settings["mailbox"])
     progress = Progress(loader, config, log if ray.train.get_context().get_world_rank() == 0 else None)
     with loader:
         for batch in () if reached(loader.position, last) else loader:
             progress.step(train_step(model, optimizer, schedule, batch, settings["micro_batch_rows"]))
-            done, before = reached(batch.position, last), notice
-            if batch.position.step % NOTICE_EVERY == 0:  # the same steps on every rank: asking waits for all of them
-                notice = ray.train.get_preemption_info()  # a cloud that takes a node says so before
-            if done or notice != before or batch.position.step % settings["checkpoint_every"] == 0:
+            told, ends = notices.ask()
+            done = ends or reached(batch.position, last)
+            if done or told or batch.position.step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
                 saved = batch.position.step
             if done:
@@ -103,11 +100,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the job; returns the exit code: 0, 1 failed, 2 the input is at fault."""
+    """Runs the job; returns the exit code: 0, 1 failed, 2 the input is at fault, 143 saved and ended by SIGTERM."""
     options = parse(arguments)
     began = time.perf_counter()
     try:
-        result = fit(train, options, check(options))
+        result, ended = fit(train, options, check(options))
     except ingest.IngestError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -116,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     report(result, time.perf_counter() - began)
     more = ["--max-steps", str(2 * options.max_steps)] if options.max_steps else []
     print(f"{'go on with':<16} python -m jobs.pretrain {shlex.join([*options.arguments, *more])}")
-    return 0
+    return ENDED if ended else 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def train_step(model: torch.nn.Module, optimizer: Any, schedule: Any, batch: Bat
         The mean loss over the labels of the global batch, in nats; the same on every rank.
     """
     device = batch.labels.device
-    labels, world_size = _summed((batch.labels != IGNORE_INDEX).sum().double())
+    labels, world_size = summed((batch.labels != IGNORE_INDEX).sum().double())
     micros = list(batch.split(micro_rows(len(batch.labels), most_rows)))
     loss = torch.zeros((), dtype=torch.float64, device=device)
     optimizer.zero_grad(set_to_none=True)
@@ -43,11 +43,11 @@ def train_step(model: torch.nn.Module, optimizer: Any, schedule: Any, batch: Bat
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     schedule.step()
-    return _summed(loss)[0] / max(1.0, labels)
+    return summed(loss)[0] / max(1.0, labels)
 
 
-def _summed(value: torch.Tensor) -> tuple[float, int]:
-    """The sum over the ranks, and their number."""
+def summed(value: torch.Tensor) -> tuple[float, int]:
+    """The sum over the ranks, which ``value`` then holds, and their number."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size > 1:
         dist.all_reduce(value)

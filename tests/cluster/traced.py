@@ -18,7 +18,7 @@ from jobs.pretrain import parse
 
 def train(settings):
     send_log(settings["mailbox"])
-    model, folder = torch.nn.Linear(2, 1), Path(ray.train.get_context().get_storage().storage_fs_path)
+    model, folder = torch.nn.Linear(2, 1), Path(ray.train.get_context().get_storage().experiment_fs_path)
     loader = ingest.train_loader(ingest.IngestConfig.from_dict(settings["config"]))
     ingest.restore_checkpoint(loader, model)
     rank, workers = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
