@@ -1,8 +1,8 @@
 """Lines from workers to the driver's screen: what the ``ingest`` logger says on any worker, and nothing else.
 
 In the other direction it says whether the driver was told to end. Ray's own forwarding brings every line of every
-process, its own chatter included; the job switches it off and uses this. What Ray and the workers print besides stays in
-Ray's log files.
+process, its own chatter included; the job switches it off and uses this. What Ray and the workers print besides stays
+in Ray's log files.
 """
 
 from __future__ import annotations

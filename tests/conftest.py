@@ -40,7 +40,20 @@ hypothesis.settings.load_profile("ingest")
 
 CORE = (
     *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
-    *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
+    *(
+        "packed",
+        "packing",
+        "parquet",
+        "plan",
+        "position",
+        "readahead",
+        "replay",
+        "resume",
+        "retry",
+        "run",
+        "slab",
+        "stall",
+    ),
     *("storage", "strategies", "tokenizer", "turns", "window"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")
