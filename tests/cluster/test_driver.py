@@ -60,7 +60,7 @@ def seconds_until_gone(processes, what):
     began = time.monotonic()
     _, left = psutil.wait_procs(processes, timeout=GONE_S)
     assert not left, left
-    print(f"{what}: {len(processes)} processes gone after {time.monotonic() - began:.1f} s")
+    print(f"recovered: {what}, all {len(processes)} processes gone after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_driver_that_gets_sigterm_saves_once_more_ends_with_143_and_goes_on_fr
     told = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     done = job.wait(60)
-    print(f"SIGTERM: ended after {time.monotonic() - told:.1f} s")
+    print(f"recovered: driver told to end, saved and gone after {time.monotonic() - told:.1f} s")
     assert done.code == 143, done
     assert done.err == "SIGTERM: a last checkpoint, then exit code 143; another SIGTERM ends at once\n"
     assert_goes_on(start, long_config, tmp_path)

@@ -127,7 +127,7 @@ def test_a_node_that_will_be_taken_brings_a_last_checkpoint_and_training_goes_on
 
 
 def traced(storage):
-    """[step, digest, workers] of every step that was trained on, in the order of time."""
+    """[step, digest, workers, time] of every step that was trained on, in the order of time."""
     path = storage / "trace"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -142,7 +142,7 @@ def test_a_group_grows_back_when_nodes_return_and_every_step_of_the_whole_run_st
     def grown(workers):
         def holds():
             assert running.process.poll() is None, running.wait(1)
-            return [size for _, _, size in traced(storage)][-1:] == [workers]
+            return [size for _, _, size, _ in traced(storage)][-1:] == [workers]
 
         return holds
 
@@ -161,10 +161,13 @@ def test_a_group_grows_back_when_nodes_return_and_every_step_of_the_whole_run_st
 
     trace = traced(storage)
     digests = [step.position.digest for step in steps_without_ray(long_config, count=trace[-1][0])]
-    assert [digest for _, digest, _ in trace] == [digests[step - 1] for step, _, _ in trace]
-    assert {step for step, _, _ in trace} == set(range(1, len(digests) + 1))
-    sizes = [size for size, _ in itertools.groupby(size for _, _, size in trace)]
+    assert [digest for _, digest, _, _ in trace] == [digests[step - 1] for step, _, _, _ in trace]
+    assert {step for step, _, _, _ in trace} == set(range(1, len(digests) + 1))
+    sizes = [size for size, _ in itertools.groupby(size for _, _, size, _ in trace)]
     assert sizes == [1, 2, 1, 2]
+    for (_, _, before, last), (_, _, after, first) in itertools.pairwise(trace):
+        if before != after:
+            print(f"recovered: {before} to {after} workers, {first - last:.1f} s")
 
 
 def test_gpus_that_the_cluster_does_not_have_are_refused_in_numbers(long_config, tmp_path, shared_ray, capsys):

@@ -1,10 +1,11 @@
-"""The main job with another loop: rank 0 writes a line a step, [step, digest, workers], into ``trace`` in the storage.
+"""The main job with another loop: rank 0 writes [step, digest, workers, time] into the file ``trace`` of the run.
 
 It ends at ``--max-steps``, or when ``stop`` lies there.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import ray.train
@@ -29,7 +30,7 @@ def train(settings):
             if workers > 1:
                 torch.distributed.all_reduce(last)
             if rank == 0:
-                lines.write(json.dumps([step, batch.position.digest, workers]) + "\n")
+                lines.write(json.dumps([step, batch.position.digest, workers, time.time()]) + "\n")
             if last or step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model)
             if last:
