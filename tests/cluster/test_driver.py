@@ -17,7 +17,8 @@ from tests.conftest import ROOT, steps_without_ray, until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 FEW = 20  # steps of the run that goes on
-GONE_S = 30.0
+GONE_S = 120.0
+AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # of Ray, on each node; they take no work
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,16 @@ def assert_goes_on(start, config, storage):
     assert newest(storage) == steps_without_ray(config, count=step + FEW)[-1].position.to_dict()
 
 
-def seconds_until_gone(processes, what):
-    """How long processes live on; printed, for the table in the README."""
+def kill_and_see_gone(victims, processes, what):
+    """SIGKILL to some; how long others live on is printed, for the table in the README."""
+    agents = [process for process in processes if process.name().startswith(AGENTS)]
     began = time.monotonic()
-    _, left = psutil.wait_procs(processes, timeout=GONE_S)
-    assert not left, left
-    print(f"recovered: {what}, all {len(processes)} processes gone after {time.monotonic() - began:.1f} s")
+    for victim in victims:
+        victim.kill()
+    for waited, kind in ([process for process in processes if process not in agents], ""), (agents, " of Ray's agents"):
+        _, left = psutil.wait_procs(waited, timeout=GONE_S)
+        assert not left, left
+        print(f"recovered: {what}, {len(waited)} processes{kind} gone after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow
@@ -90,9 +95,7 @@ def test_a_killed_driver_takes_its_local_ray_along_and_the_same_command_goes_on(
     until(committed(job, tmp_path), 150, "a committed checkpoint")
     children = [process for process in job.tree() if process.pid != job.process.pid]
     assert any(process.name().startswith("ray::RayTrain") for process in children)
-    job.process.kill()
-    job.process.wait()
-    seconds_until_gone(children, "driver killed, local Ray")
+    kill_and_see_gone([job.process], children, "driver killed, local Ray")
     assert_goes_on(start, long_config, tmp_path)
 
 
@@ -119,21 +122,12 @@ def test_a_submitted_driver_that_is_killed_leaves_the_cluster_free_and_submitted
     assert len(working) >= 4
     drivers = [process for process in new if process.name().startswith(victim) and is_driver(process, victim)]
     assert drivers
-    for process in drivers:
-        process.kill()
-    seconds_until_gone(working, f"driver killed ({victim}), head node")
-    until(lambda: free_cpus(head) == 4, GONE_S, "the CPUs are free")
-    assert_goes_on(start, long_config, tmp_path)
+    kill_and_see_gone(drivers, working, f"driver of a submitted job killed ({victim})")
+    assert_goes_on(start, long_config, tmp_path)  # refused at once if the CPUs were not free: 3 of 4
 
 
 def is_driver(process, victim):
     return victim.startswith("ray::") or process.cmdline()[1:3] == ["-m", "jobs.pretrain"]
-
-
-def free_cpus(head):
-    status = head.ray("status", "--address", head.address).out
-    used, total = next(line for line in status.splitlines() if line.endswith(" CPU")).split()[0].split("/")
-    return float(total) - float(used)
 
 
 def test_the_first_sigterm_is_passed_on_and_the_second_ends_at_once(shared_ray, capsys):
