@@ -40,6 +40,7 @@ from ingest.storage import Storage
 VERSION = 1
 FORMAT_KEY, HASHES_KEY = b"ingest.packed", b"ingest.packed.hashes"
 COLUMNS = ("tokens", "lengths", "input_tokens", "documents")
+SUMMARY = "_packed.json"  # beside the files, written last
 
 _SETTINGS = {
     "sequence_length": "packing.sequence_length",
