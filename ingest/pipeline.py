@@ -136,10 +136,10 @@ class _Server:
         self._noted[window] = time.monotonic(), words
 
     def standing(self) -> list[str]:
-        """What was noted and still holds."""
+        """What was noted and still holds, the earliest window first."""
         now = time.monotonic()
         self._noted = {key: note for key, note in self._noted.items() if now < note[0] + 1.5 * self._warn_s}
-        return [words for _, words in self._noted.values()]
+        return [self._noted[window][1] for window in sorted(self._noted)]
 
     def leave(self, rank: int) -> None:
         """Takes note that a rank needs no more."""

