@@ -69,7 +69,8 @@ def kill_and_see_gone(victims, processes, what):
     for waited, kind in ([process for process in processes if process not in agents], ""), (agents, " of Ray's agents"):
         _, left = psutil.wait_procs(waited, timeout=GONE_S)
         assert not left, left
-        print(f"recovered: {what}, {len(waited)} processes{kind} gone after {time.monotonic() - began:.1f} s")
+        if waited:
+            print(f"recovered: {what}, {len(waited)} processes{kind} gone after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.slow
