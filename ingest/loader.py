@@ -28,6 +28,7 @@ from ingest.prefetch import Prefetcher
 from ingest.readahead import ReadAhead
 from ingest.run import Run
 from ingest.slab import Slab
+from ingest.stall import stacks
 
 _log = logging.getLogger("ingest")
 
@@ -43,6 +44,10 @@ class SlabStream(Protocol):
 
     def leave(self, rank: int) -> None:
         """Says that the rank takes no more; the stream ends with its last rank."""
+        ...
+
+    def standing(self) -> list[str]:
+        """What takes long where the slabs are made: a line, and below it where its threads stand."""
         ...
 
 
@@ -147,9 +152,13 @@ class Loader:
         def stalled(last: Slab | None) -> ResourceError:
             after = "none yet" if last is None else f"that of window {last.window}"
             limit = f"{resources.stall_timeout_s:g} s"
+            makers = (
+                "; ".join(each.splitlines()[0] for each in stream.standing()) or "no actor has said what it waits for"
+            )
             return ResourceError(
                 f"rank {rank} must get a slab within resources.stall_timeout_s; got none for {limit}, the last was "
-                f"{after}: let all ranks iterate at the same time, see the Ray logs, or raise the limit"
+                f"{after}; {makers}: let all ranks iterate at the same time, see the stacks in the log, or raise the "
+                "limit"
             )
 
         return Feed(stream, rank, resources, stalled)
@@ -209,7 +218,11 @@ class Feed(ReadAhead[Slab]):
     ) -> None:
         self._stream, self._rank = stream, rank
         name = f"ingest-rank-{rank}"
-        super().__init__(stream.slabs(rank), resources.prefetch_windows, name, resources.stall_timeout_s, stalled)
+        limit_s = resources.stall_timeout_s
+        super().__init__(stream.slabs(rank), resources.prefetch_windows, name, limit_s, stalled, self._where)
+
+    def _where(self) -> str:
+        return "\n".join([stacks(), *self._stream.standing()])
 
     def close(self) -> None:
         """Leaves the stream and ends the thread: whoever shuts Ray down next must not find it in a call."""

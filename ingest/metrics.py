@@ -30,6 +30,7 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.last: str | None = None  # the stage that ended last
         self._clock = clock
         self._last = clock()
 
@@ -41,7 +42,7 @@ class Stopwatch:
         """Books the time since the last lap."""
         now = self._clock()
         self.seconds[stage] += now - self._last
-        self._last = now
+        self._last, self.last = now, stage
 
 
 @dataclass

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import pickle
 import time
 import uuid
@@ -40,12 +41,14 @@ from ingest.readahead import ReadAhead
 from ingest.run import Maker, Run
 from ingest.slab import Slab
 from ingest.spec import WindowSpec
+from ingest.stall import WARN_S, watched
 from ingest.turns import Turns
 from ingest.window import Window
 
 EARLY_WINDOWS = 16  # before the end of a leg the next one starts: actors take seconds, where CPUs are free for them
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
 MAX_DEATHS = 5  # of actors that made one window; Ray would start new ones for ever
+ANSWER_S = 10.0  # for the server to say what stands still
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 
 
@@ -79,9 +82,9 @@ class _Actor:
     The tokenizer is loaded before there is work.
     """
 
-    def __init__(self, maker: Maker, world_size: int, server: str) -> None:
+    def __init__(self, maker: Maker, world_size: int, server: str, warn_s: float) -> None:
         self._maker = maker
-        self._server = server
+        self._server, self._warn_s = server, warn_s
         self._world_size = world_size
         self._turns = Turns()
         self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
@@ -109,10 +112,20 @@ class _Actor:
             )
 
     def _make(self, spec: WindowSpec) -> tuple[Window, dict[str, float]]:
-        watch = Stopwatch()
-        window = self._maker(spec, lambda make: self._turns.submit(spec.cursors.window, make).result(), watch)
+        watch, number = Stopwatch(), spec.cursors.window
+        node, pid = ray.get_runtime_context().get_node_id()[:8], os.getpid()
+
+        def what() -> str:
+            return f"window {number} is being made by process {pid} of node {node}, last stage ended: {watch.last}"
+
+        with watched(what, lambda words: self._tell(number, words), self._warn_s):
+            window = self._maker(spec, lambda make: self._turns.submit(number, make).result(), watch)
         before, self._before = self._before, self._meters()
         return window, {**watch.seconds, **{name: now - before[name] for name, now in self._before.items()}}
+
+    def _tell(self, window: int, words: str) -> None:
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the stream has ended
+            ray.get_actor(self._server).note.remote(window, words)
 
     def _meters(self) -> dict[str, float]:
         """What this process spent so far."""
@@ -138,6 +151,18 @@ class _Server:
         self._leg, self._windows = -1, 0
         self._iterators: list[Any] = []
         self._left: set[int] = set()
+        self._warn_s = min(WARN_S, run.config.resources.stall_timeout_s / 3)
+        self._noted: dict[int, tuple[float, str]] = {}
+
+    def note(self, window: int, words: str) -> None:
+        """Takes note of a window that takes long; said again every ``_warn_s`` until it is made."""
+        self._noted[window] = time.monotonic(), words
+
+    def standing(self) -> list[str]:
+        """What was noted and still holds, the earliest window first."""
+        now = time.monotonic()
+        self._noted = {key: note for key, note in self._noted.items() if now < note[0] + 1.5 * self._warn_s}
+        return [self._noted[window][1] for window in sorted(self._noted)]
 
     def again(self, window: int, files: list[str]) -> dict[int, list[str]]:
         """Takes note that an actor makes a window after one was lost; returns those that too many were lost with.
@@ -180,7 +205,7 @@ class _Server:
         dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **place)
         slabs = dataset.map_batches(
             _Actor,
-            fn_constructor_args=(self._run.maker, self._world_size, self._name),
+            fn_constructor_args=(self._run.maker, self._world_size, self._name, self._warn_s),
             batch_size=None,
             batch_format="pyarrow",
             **place,
@@ -267,6 +292,12 @@ class Stream:
             batches = iterator.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
             for count, batch in enumerate(batches, 1):
                 yield Slab.from_table(batch), windows - count
+
+    def standing(self) -> list[str]:
+        """What the actors have said of windows that take long; nothing where the server does not answer."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            return list(ray.get(self._server.standing.remote(), timeout=ANSWER_S))
+        return []
 
     def leave(self, rank: int) -> None:
         """Says that a rank takes no more; with the last one the actors end and their CPUs come free."""

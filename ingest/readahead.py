@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from ingest.stall import WARN_S, stacks
+
 T = TypeVar("T")
 
 _log = logging.getLogger("ingest")
-WARN_S = 60.0
 LEAVE_S = 5.0  # a stream ends with its last rank, usually within half a second; longer while others go on
 
 
@@ -34,6 +33,7 @@ class ReadAhead(Generic[T]):
         limit_s: seconds without an item after which ``stalled`` is raised; None leaves waiting to whoever makes the
             items.
         stalled: makes that error, from the last item or None.
+        report: where everything stands, logged with it every minute.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ReadAhead(Generic[T]):
         name: str,
         limit_s: float | None = None,
         stalled: Callable[[T | None], Exception] = lambda _: TimeoutError(),
+        report: Callable[[], str] = stacks,
     ) -> None:
         self._items: deque[T | _End] = deque()
         self._depth = depth
@@ -50,6 +51,7 @@ class ReadAhead(Generic[T]):
         self._closed = False
         self._limit_s = limit_s
         self._stalled = stalled
+        self._report = report
         self._last: T | None = None
         self._thread = threading.Thread(target=self._fill, args=(items,), name=name, daemon=True)
         self._thread.start()
@@ -87,7 +89,7 @@ class ReadAhead(Generic[T]):
             waited += pause
             if self._limit_s is not None:
                 words = "%s has waited %.0f s; %s\n%s"
-                _log.warning(words, self._thread.name, waited, self._stalled(self._last), _stack(self._thread))
+                _log.warning(words, self._thread.name, waited, self._stalled(self._last), self._report())
         raise self._stalled(self._last)
 
     def _fill(self, items: Iterator[T]) -> None:
@@ -106,9 +108,3 @@ class ReadAhead(Generic[T]):
                 self._items.append(item)
                 self._changed.notify_all()
             return not self._closed
-
-
-def _stack(thread: threading.Thread) -> str:
-    """Where a thread stands, innermost call last: which stage it waits for."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)).rstrip() if frame else "its thread has ended"

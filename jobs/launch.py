@@ -20,7 +20,6 @@ from ray.train import (
     TrainingFailedError,
     WorkerGroupError,
 )
-from ray.train.torch import TorchTrainer
 
 import ingest
 from ingest.cluster import ensure_ray, require_resources
@@ -29,16 +28,21 @@ from ingest.pipeline import cause_of
 from ingest.run import Run
 from ingest.stores import require_no_credential
 from ingest.train import newest_position
+from jobs.elastic import DividingPolicy, ElasticTrainer
 from jobs.mailbox import opened
+from jobs.notices import at_sigterm
 
 CPUS_PER_TRAINER = 1
 
 
 def check(options: argparse.Namespace) -> ingest.IngestConfig:
     """Finds the faults of the input: settings, files, tokenizer, and the position to resume at."""
-    for option, count in (("--max-steps", options.max_steps), ("--checkpoint-every", options.checkpoint_every)):
+    for option in ("max_steps", "checkpoint_every", "micro_batch_rows"):
+        count = getattr(options, option)
         if count is not None and count < 1:
-            raise ingest.ConfigError(f"{option} must be > 0; got {count}: set it to 1 or more")
+            raise ingest.ConfigError(f"--{option.replace('_', '-')} must be > 0; got {count}: set it to 1 or more")
+    if options.resize_every < 0:
+        raise ingest.ConfigError(f"--resize-every must be >= 0; got {options.resize_every:g}: set it to 60 or so")
     if options.max_failures < -1:
         raise ingest.ConfigError(f"--max-failures must be >= -1; got {options.max_failures}: set it to -1 for ever")
     require_no_credential("--storage", options.storage)
@@ -46,7 +50,7 @@ def check(options: argparse.Namespace) -> ingest.IngestConfig:
     low, high = options.num_workers
     if low > high:
         raise ingest.ConfigError(f"--num-workers must be N or MIN:MAX; got {low}:{high}: swap them")
-    for size in range(low, high + 1):
+    for size in (low, high):  # of those between, elastic.py takes the ones that divide the lanes
         require_world_size(size, config.lanes)
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # else it explains at length that there is a run to resume
     prepared = Run.prepare(config, progress=print)
@@ -58,16 +62,19 @@ def check(options: argparse.Namespace) -> ingest.IngestConfig:
 
 def fit(
     train: Callable[[dict[str, Any]], None], options: argparse.Namespace, config: ingest.IngestConfig
-) -> ray.train.Result:
-    """Runs ``train`` on every worker, saying here what they log.
+) -> tuple[ray.train.Result, bool]:
+    """Runs ``train`` on every worker, saying here what they log; returns also whether a SIGTERM ended it.
 
     Raises:
         ResourceError: the cluster lacks the CPUs or GPUs.
         TrainingFailedError: a worker failed more often than is forgiven.
     """
-    group = _group(options, config)
-    with opened(print) as mailbox:
+    low, high = options.num_workers
+    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
+    with opened(print) as mailbox, at_sigterm(mailbox) as told:
+        group = _group(options, config)
         settings = {"mailbox": mailbox, "config": config.to_dict()}
+        settings["micro_batch_rows"] = options.micro_batch_rows or config.global_batch_rows // high
         for name in ("max_steps", "checkpoint_every", "learning_rate", "parallel"):
             settings[name] = getattr(options, name)
         run = RunConfig(
@@ -76,9 +83,13 @@ def fit(
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=options.max_failures),
         )
+        policy = DividingPolicy(group, config, mailbox) if low < high else None
         for left in itertools.count(options.max_failures, -1):  # never 0 where it begins below
             try:
-                return TorchTrainer(train, train_loop_config=settings, scaling_config=group, run_config=run).fit()
+                trainer = ElasticTrainer(
+                    policy, train, train_loop_config=settings, scaling_config=group, run_config=run
+                )
+                return trainer.fit(), told.is_set()
             except ControllerError as error:  # Ray Train gives up where a worker is lost while its group starts
                 if left == 0:
                     raise
@@ -89,7 +100,6 @@ def fit(
 def _group(options: argparse.Namespace, config: ingest.IngestConfig) -> ScalingConfig:
     """The workers, on a cluster that has what they and tokenization need."""
     low, high = options.num_workers
-    ensure_ray(config, extra_cpus=high * CPUS_PER_TRAINER)
     require_resources(config.resources, extra_cpus=low * CPUS_PER_TRAINER)
     gpus = ray.cluster_resources().get("GPU", 0)  # the driver may run on a head without one
     use_gpu = gpus > 0 if options.gpu is None else options.gpu
@@ -100,11 +110,14 @@ def _group(options: argparse.Namespace, config: ingest.IngestConfig) -> ScalingC
         )
     own = {options.worker_resource: 1} if options.worker_resource else {}
     workers: Any = low if low == high else (low, high)
-    return ScalingConfig(
+    make: Any = ScalingConfig  # typed as that of Ray Train 1
+    group: ScalingConfig = make(
         num_workers=workers,
+        elastic_resize_monitor_interval_s=options.resize_every,
         use_gpu=use_gpu,
         resources_per_worker={"CPU": CPUS_PER_TRAINER, "GPU": int(use_gpu), **own},
     )
+    return group
 
 
 def explain(failed: TrainingFailedError) -> int:

@@ -1,7 +1,8 @@
 """Lines from workers to the driver's screen: what the ``ingest`` logger says on any worker, and nothing else.
 
-Ray's own forwarding brings every line of every process, its own chatter included; the job switches it off and uses
-this. What Ray and the workers print besides stays in Ray's log files.
+In the other direction it says whether the driver was told to end. Ray's own forwarding brings every line of every
+process, its own chatter included; the job switches it off and uses this. What Ray and the workers print besides stays
+in Ray's log files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
+        self._ends = False
+
+    def end(self) -> None:
+        """Takes note that the run is to end with its next checkpoint."""
+        self._ends = True
+
+    def ends(self) -> bool:
+        """Whether it is."""
+        return self._ends
 
     def put(self, line: str) -> None:
         """Adds a line."""

@@ -17,17 +17,16 @@ from typing import Any
 
 import ray.train
 import torch
-import torch.distributed as dist
 from ray.train import TrainingFailedError
 
 import ingest
 from jobs.launch import CPUS_PER_TRAINER, check, explain, fit
 from jobs.mailbox import send_log
-from jobs.model import GPT, GPTConfig, loss_sum
+from jobs.model import GPT, GPTConfig
+from jobs.notices import ENDED, Notices
 from jobs.parallel import PARALLEL, spread
 from jobs.progress import Progress, report
-
-NOTICE_EVERY = 10  # steps; asking takes 4 ms with two workers on two cores
+from jobs.step import train_step
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -42,16 +41,14 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)
-    saved, last = None, settings["max_steps"]
-    notice: Any = None
+    saved, last, notices = None, settings["max_steps"], Notices(settings["mailbox"])
     progress = Progress(loader, config, log if ray.train.get_context().get_world_rank() == 0 else None)
     with loader:
         for batch in () if reached(loader.position, last) else loader:
-            progress.step(train_step(model, optimizer, schedule, batch))
-            done, before = reached(batch.position, last), notice
-            if batch.position.step % NOTICE_EVERY == 0:  # the same steps on every rank: asking waits for all of them
-                notice = ray.train.get_preemption_info()  # a cloud that takes a node says so before
-            if done or notice != before or batch.position.step % settings["checkpoint_every"] == 0:
+            progress.step(train_step(model, optimizer, schedule, batch, settings["micro_batch_rows"]))
+            told, ends = notices.ask()
+            done = ends or reached(batch.position, last)
+            if done or told or batch.position.step % settings["checkpoint_every"] == 0:
                 ingest.save_checkpoint(loader, model, optimizer, schedule, progress.metrics())
                 saved = batch.position.step
             if done:
@@ -63,22 +60,6 @@ def train(settings: dict[str, Any]) -> None:
 def reached(position: ingest.Position, max_steps: int | None) -> bool:
     """Whether the run has as many steps as it may have."""
     return max_steps is not None and position.step >= max_steps
-
-
-def train_step(model: torch.nn.Module, optimizer: Any, schedule: Any, batch: ingest.Batch) -> float:
-    """One step; returns the mean loss over the labels of the global batch, in nats."""
-    loss, labels = loss_sum(model, batch)
-    sums = torch.tensor([float(loss.detach()), float(labels)], dtype=torch.float64, device=loss.device)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size > 1:
-        dist.all_reduce(sums)
-    total = max(1.0, float(sums[1]))
-    optimizer.zero_grad(set_to_none=True)
-    (loss * (world_size / total)).backward()  # DDP and FSDP take the mean over ranks
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    schedule.step()
-    return float(sums[0]) / total
 
 
 def world_sizes(text: str) -> tuple[int, int]:
@@ -105,6 +86,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="K", help="steps (default 50)")
     failures_help = "how often a group that failed starts again (default 3); -1: for ever"
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help=failures_help)
+    resize_help = "seconds between looks at whether another number of workers fits, with MIN:MAX (default 60)"
+    parser.add_argument("--resize-every", type=float, default=60.0, metavar="S", help=resize_help)
+    micro_help = "rows that a worker's model sees at once, at most (default: those of a step on MAX workers)"
+    parser.add_argument("--micro-batch-rows", type=int, metavar="R", help=micro_help)
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak (default 0.001)")
     options = parser.parse_args(arguments)
     options.storage = options.storage if "://" in options.storage else str(Path(options.storage).resolve())
@@ -115,11 +100,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the job; returns the exit code: 0, 1 failed, 2 the input is at fault."""
+    """Runs the job; returns the exit code: 0, 1 failed, 2 the input is at fault, 143 saved and ended by SIGTERM."""
     options = parse(arguments)
     began = time.perf_counter()
     try:
-        result = fit(train, options, check(options))
+        result, ended = fit(train, options, check(options))
     except ingest.IngestError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -128,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     report(result, time.perf_counter() - began)
     more = ["--max-steps", str(2 * options.max_steps)] if options.max_steps else []
     print(f"{'go on with':<16} python -m jobs.pretrain {shlex.join([*options.arguments, *more])}")
-    return 0
+    return ENDED if ended else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("ingest")
 CORE = (
     *("account", "chat", "config", "encoding", "errors", "glob", "hostile", "kinds", "lanes", "manifest", "metrics"),
     *("packed", "packing", "parquet", "plan", "position", "readahead", "replay", "resume", "retry", "run", "slab"),
-    *("footers", "storage", "strategies", "tokenizer", "turns", "window"),
+    *("footers", "stall", "storage", "strategies", "tokenizer", "turns", "window"),
     *("changes", "filter"),
 )
 OUTSIDE = ("ray", "cluster", "s3", "gpu", "slow")

@@ -41,6 +41,9 @@ class LocalStream:
     def leave(self, rank: int) -> None:
         self.left.append(rank)
 
+    def standing(self) -> list[str]:
+        return []
+
 
 class FailingStream(LocalStream):
     """Fails behind so many slabs."""
@@ -66,6 +69,9 @@ class StandingStream(LocalStream):
     def leave(self, rank: int) -> None:
         super().leave(rank)
         self.go_on.set()
+
+    def standing(self) -> list[str]:
+        return ["window 1 is being made by process 7, for 60 s\nthread ingest-make:\n  in read"]
 
 
 class Connector:
@@ -347,15 +353,20 @@ def test_a_connection_that_fails_leaves_the_loader_usable(run: Run, positions: l
     loader.load_state_dict(positions[2].to_dict())
 
 
-def test_a_stream_that_stands_still_is_an_error_that_names_the_setting(run: Run) -> None:
+def test_a_stream_that_stands_still_is_an_error_that_names_the_setting_and_all_stacks(run: Run, caplog) -> None:
     connect = Connector(StandingStream)
     loader = loader_of(run, connect, with_resources(run, stall_timeout_s=0.2))
     with pytest.raises(ResourceError) as caught:
         list(loader.steps())
     assert str(caught.value) == (
-        "rank 0 must get a slab within resources.stall_timeout_s; got none for 0.2 s, the last was that of window 0: "
-        "let all ranks iterate at the same time, see the Ray logs, or raise the limit"
+        "rank 0 must get a slab within resources.stall_timeout_s; got none for 0.2 s, the last was that of window 0; "
+        "window 1 is being made by process 7, for 60 s: let all ranks iterate at the same time, see the stacks in the "
+        "log, or raise the limit"
     )
+    [said] = [record.getMessage() for record in caplog.records if record.name == "ingest"]
+    assert said.startswith("ingest-rank-0 has waited 0 s; rank 0 must get a slab within resources.stall_timeout_s; ")
+    assert "\nthread MainThread:\n" in said
+    assert said.endswith("window 1 is being made by process 7, for 60 s\nthread ingest-make:\n  in read")
     assert connect.streams[0].left == [0]
     assert soon(lambda: not feeders())
 

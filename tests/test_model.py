@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,7 +14,7 @@ from ingest.attention import document_mask
 from ingest.batch import Batch
 from ingest.slab import Rows
 from jobs.model import GPT, GPTConfig, loss_sum
-from jobs.pretrain import train_step
+from jobs.step import micro_rows, train_step
 
 SMALL = GPTConfig(vocab_size=32, sequence_length=8, num_layers=2, num_heads=2, width=16)
 
@@ -153,11 +155,38 @@ UNEQUAL = [  # by step and rank: 8 labels and 1, then 3 and none
 ]
 
 
-def train_two_steps(model, batches):
+def train_steps(model, batches, most_rows=4):
     """The losses that ``train_step`` gave; the weights are changed."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return [train_step(model, optimizer, schedule, batch) for batch in batches]
+    return [train_step(model, optimizer, schedule, batch, most_rows) for batch in batches]
+
+
+def joined(*batches):
+    """Batches of one row each as one."""
+    return batch_of([row for tokens, _ in batches for row in tokens], [row for _, rows in batches for row in rows])
+
+
+@given(rows=st.integers(1, 200), most=st.integers(1, 200))
+def test_micro_batches_divide_the_rows_and_are_as_large_as_they_may(rows, most):
+    found = micro_rows(rows, most)
+    assert found == [size for size in range(1, rows + 1) if rows % size == 0 and size <= most][-1]
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 3])
+def test_steps_in_micro_batches_lead_to_the_weights_of_steps_in_one_piece(most_rows):
+    whole, parts = GPT(SMALL).double(), GPT(SMALL).double()
+    steps = [joined(*UNEQUAL), joined(*reversed(UNEQUAL))]
+    assert train_steps(parts, steps, most_rows) == pytest.approx(train_steps(whole, steps), abs=1e-10)
+    torch.testing.assert_close(dict(parts.state_dict()), dict(whole.state_dict()), rtol=0, atol=1e-10)
+    assert not torch.equal(whole.embedding.weight, GPT(SMALL).double().embedding.weight)
+
+
+def test_no_micro_batch_holds_more_rows_than_it_may():
+    model, seen = GPT(SMALL).double(), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    train_steps(model, [joined(*UNEQUAL), joined(*UNEQUAL[:2])], most_rows=2)
+    assert seen == [2, 2, 2]
 
 
 def train_as_one_of_two_ranks(rank, folder):
@@ -165,7 +194,8 @@ def train_as_one_of_two_ranks(rank, folder):
     dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
     model = DistributedDataParallel(GPT(SMALL).double())
-    losses = train_two_steps(model, [batch_of(*UNEQUAL[rank]), batch_of(*UNEQUAL[2 + rank])])
+    losses = train_steps(model, [batch_of(*UNEQUAL[rank]), batch_of(*UNEQUAL[2 + rank])])
+    losses += train_steps(model, [joined(UNEQUAL[rank], UNEQUAL[2 + rank])], most_rows=1)  # each rank in two parts
     torch.save((losses, model.module.state_dict()), folder / f"{rank}.pt")
     dist.barrier()  # a rank that leaves while another one is at work would end it
     dist.destroy_process_group()
@@ -176,7 +206,8 @@ def test_two_ranks_with_unequal_numbers_of_labels_train_on_the_mean_over_all_lab
     torch.multiprocessing.spawn(train_as_one_of_two_ranks, (tmp_path,), nprocs=2)
     whole = GPT(SMALL).double()
     steps = [(UNEQUAL[0], UNEQUAL[1]), (UNEQUAL[2], UNEQUAL[3])]
-    losses = train_two_steps(whole, [batch_of(first + second, own + other) for (first, own), (second, other) in steps])
+    losses = train_steps(whole, [joined(*step) for step in steps])
+    losses += train_steps(whole, [joined(*UNEQUAL)])
 
     fresh = GPT(SMALL).double()
     (eight, labels), (one, label) = (loss_sum(fresh, batch_of(*row)) for row in UNEQUAL[:2])

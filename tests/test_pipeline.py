@@ -122,6 +122,9 @@ class Rerouted:
     def leave(self, rank):
         self._stream.leave((rank + 1) % self._world_size)
 
+    def standing(self):
+        return []
+
 
 def test_ranks_that_get_each_others_slabs_stop_before_the_first_batch(run, shared_ray):
     stream = Rerouted(Stream.open(run, run.start().cursors, 2), 2)
@@ -156,6 +159,9 @@ class SplitWindow:
 
     def leave(self, rank):
         pass
+
+    def standing(self):
+        return []
 
 
 def test_a_window_that_ray_would_split_is_caught(run):

@@ -4,9 +4,15 @@ import json
 import shutil
 
 import pytest
+import ray
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.train import ScalingConfig
 
+from ingest.config import IngestConfig
+from jobs.elastic import DividingPolicy, fitting
 from jobs.pretrain import main
 from tests.conftest import starting, steps_without_ray, texts, until, write_config, write_corpus
 
@@ -172,17 +178,39 @@ def changed(config, **settings):
     return path
 
 
+@given(possible=st.integers(0, 100), lanes=st.integers(1, 100))
+def test_workers_of_an_elastic_group_divide_the_lanes_and_are_as_many_as_fit(possible, lanes):
+    sizes = [size for size in range(1, possible + 1) if lanes % size == 0]
+    assert fitting(possible, lanes) == (sizes[-1] if sizes else 0)
+
+
+@pytest.mark.ray
+def test_an_elastic_group_leaves_tokenization_its_cpus_and_takes_no_size_that_does_not_divide_the_lanes(
+    config, shared_ray
+):
+    group = ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1})
+    settings = IngestConfig.from_yaml(config)
+    assert (settings.lanes, ray.cluster_resources()["CPU"]) == (4, 4)
+    policy = DividingPolicy(group, settings, None)
+    sizes = [
+        policy._count_possible_workers({"one": {"CPU": 1.0}, "two": {"CPU": cpus}}) for cpus in (0.0, 1.0, 2.0, 3.0)
+    ]
+    assert sizes == [1, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "settings", "line"),
     [
         (["--num-workers", "3"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
-        (["--num-workers", "1:4"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
+        (["--num-workers", "1:3"], {}, "ConfigError: world_size must divide lanes; got 3 and 4: "),
         (["--num-workers", "0"], {}, "ConfigError: world_size must divide lanes; got 0 and 4: "),
         ([], {"sources": [{"name": "only", "path": "elsewhere"}]}, "StorageError: "),
         ([], {"sources": [{"name": "only", "path": "corpus", "text_column": "body"}]}, "DataError: "),
         ([], {"lane": 8}, "ConfigError: "),
         (["--max-steps", "0"], {}, "ConfigError: --max-steps must be > 0; got 0: "),
         (["--max-failures", "-2"], {}, "ConfigError: --max-failures must be >= -1; got -2: "),
+        (["--micro-batch-rows", "0"], {}, "ConfigError: --micro-batch-rows must be > 0; got 0: "),
+        (["--resize-every", "-1"], {}, "ConfigError: --resize-every must be >= 0; got -1: "),
         (["--checkpoint-every", "0"], {}, "ConfigError: --checkpoint-every must be > 0; got 0: "),
     ],
 )

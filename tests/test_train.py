@@ -208,6 +208,9 @@ class InThisProcess:
     def leave(self, rank):
         pass
 
+    def standing(self):
+        return []
+
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_the_loader_is_stateful_for_distributed_checkpoints(config, expected, tmp_path):

@@ -1,5 +1,6 @@
 """Nodes that are lost, and nodes that say so before: the group goes on with the workers that are left."""
 
+import itertools
 import json
 import re
 import shutil
@@ -60,9 +61,11 @@ def job(head, long_config, tmp_path):
     for package in ("ingest", "jobs"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
-    def submit(name, workers, every):
-        command = ["python", "-m", "jobs.pretrain", "--config", long_config, "--storage", tmp_path, "--name", name]
-        options = ["--num-workers", workers, "--max-steps", STEPS, "--checkpoint-every", every]
+    shutil.copy(ROOT / "tests" / "cluster" / "traced.py", folder)
+
+    def submit(name, workers, every, *more, job=("-m", "jobs.pretrain"), steps=STEPS):
+        command = ["python", *job, "--config", long_config, "--storage", tmp_path, "--name", name]
+        options = ["--num-workers", workers, "--max-steps", steps, "--checkpoint-every", every, *more]
         env_vars = {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5"}
         return head.submit(name, folder, *command, *options, "--worker-resource", "trainer", **env_vars)
 
@@ -121,6 +124,51 @@ def test_a_node_that_will_be_taken_brings_a_last_checkpoint_and_training_goes_on
     assert done.code == 0, done
     assert f"resumed at step {saved} on 2 workers" in done.out
     assert newest(tmp_path / "notice") == expected.to_dict()
+
+
+def traced(storage):
+    """[step, digest, workers, time] of every step that was trained on, in the order of time."""
+    path = storage / "trace"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_group_grows_back_when_nodes_return_and_every_step_of_the_whole_run_stays_the_same(
+    head, node, job, long_config, tmp_path
+):
+    until(lambda: list(alive(head)) == ["head"], 60, "the nodes of the tests before are forgotten")
+    storage = tmp_path / "grown"
+    running = job("grown", "1:4", 20, "--resize-every", 5, job=["traced.py"], steps=10**6)
+
+    def grown(workers):
+        def holds():
+            assert running.process.poll() is None, running.wait(1)
+            return [size for _, _, size, _ in traced(storage)][-1:] == [workers]
+
+        return holds
+
+    until(grown(1), 150, "one worker trains")
+    first, second = node("first"), node("second")  # 3 may train, and lanes are 4: never more than 2 workers
+    until(grown(2), 150, "the group has grown")
+    first.kill()
+    second.kill()
+    until(grown(1), 150, "the group has shrunk")
+    node("third")
+    until(grown(2), 150, "the group has grown back")
+    (storage / "stop").touch()
+    done = running.wait(100)
+    assert done.code == 0, done
+    assert done.out.count("the group goes from 1 to 2 workers") == 2
+
+    trace = traced(storage)
+    most = max(step for step, _, _, _ in trace)
+    digests = [step.position.digest for step in steps_without_ray(long_config, count=most)]
+    assert [digest for _, digest, _, _ in trace] == [digests[step - 1] for step, _, _, _ in trace]
+    assert {step for step, _, _, _ in trace} == set(range(1, most + 1))
+    sizes = [size for size, _ in itertools.groupby(size for _, _, size, _ in trace)]
+    assert sizes == [1, 2, 1, 2]
+    for (_, _, before, last), (_, _, after, first) in itertools.pairwise(trace):
+        if before != after:
+            print(f"recovered: {before} to {after} workers, {first - last:.1f} s")
 
 
 def test_gpus_that_the_cluster_does_not_have_are_refused_in_numbers(long_config, tmp_path, shared_ray, capsys):

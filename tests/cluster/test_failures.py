@@ -1,5 +1,6 @@
 """Whatever is killed while a group of workers trains, the steps of the whole run are those of an undisturbed one."""
 
+import itertools
 import json
 import os
 import signal
@@ -105,8 +106,11 @@ def steps_of(folder, rank):
     return [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
 
 
-def assert_undisturbed(folder, config, attempts):
-    """Each attempt's steps follow each other, from 1 and then from a checkpoint on, with the plan's digests."""
+def assert_undisturbed(folder, config, attempts, lost):
+    """Each attempt's steps follow each other, from 1 and then from a checkpoint on, with the plan's digests.
+
+    What was lost is printed with the longest time between two steps, for the table in the README.
+    """
     digests = [step.position.digest for step in steps_without_ray(config)]
     for rank in range(2):
         lines = steps_of(folder, rank)
@@ -116,26 +120,30 @@ def assert_undisturbed(folder, config, attempts):
         starts = [step for before, step in zip([0, *got], got, strict=False) if step != before + 1]
         assert (got[0], len(starts)) == (1, attempts - 1)
         assert set(starts) <= {EVERY + 1, 2 * EVERY + 1}  # the splitter is missed when what it handed out is used up
+    times = [at for _, _, at in steps_of(folder, 0)]
+    print(f"recovered: {lost}, {max(after - before for before, after in itertools.pairwise(times)):.1f} s")
 
 
 @pytest.mark.parametrize(
-    "loop",
+    ("loop", "lost"),
     [
-        pytest.param(loses_rank(0), id="rank 0, which opened the stream", marks=pytest.mark.slow),
-        pytest.param(loses_rank(1), id="rank 1", marks=pytest.mark.slow),
-        pytest.param(loses_process("ray::SplitCoordinator"), id="the splitter", marks=pytest.mark.slow),
-        pytest.param(loses_process("ray::_Server"), id="the server", marks=pytest.mark.slow),
+        (loses_rank(0), "rank 0, which opened the stream"),
+        (loses_rank(1), "rank 1"),
+        (loses_process("ray::SplitCoordinator"), "the splitter"),
+        (loses_process("ray::_Server"), "the server"),
     ],
+    ids=["rank 0, which opened the stream", "rank 1", "the splitter", "the server"],
 )
-def test_what_is_killed_restarts_the_group_at_the_checkpoint_before(loop, config, shared_ray, tmp_path):
+@pytest.mark.slow
+def test_what_is_killed_restarts_the_group_at_the_checkpoint_before(loop, lost, config, shared_ray, tmp_path):
     fit(loop, config, tmp_path)
-    assert_undisturbed(tmp_path, config, attempts=2)
+    assert_undisturbed(tmp_path, config, 2, lost)
 
 
 @pytest.mark.slow
 def test_a_killed_actor_restarts_nothing(config, shared_ray, tmp_path):
     fit(loses_process("ray::MapWorker"), config, tmp_path, max_failures=0)
-    assert_undisturbed(tmp_path, config, attempts=1)
+    assert_undisturbed(tmp_path, config, 1, "a tokenization actor")
 
 
 def dies_while_it_uploads(settings):
@@ -162,7 +170,7 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(config, shared_ray, t
     fit(dies_while_it_uploads, config, tmp_path)
     half = Path((tmp_path / "half-written").read_text())
     assert not (half / "model.pt").exists() or (half / "model.pt").stat().st_size < 160_000_000
-    assert_undisturbed(tmp_path, config, attempts=2)
+    assert_undisturbed(tmp_path, config, 2, "a rank that uploaded a checkpoint")
 
 
 def rank_1_raises(settings):
