@@ -54,8 +54,10 @@ def fill(spec: WindowSpec, settings: WindowSettings, documents: Documents, order
     source_of_unit = np.array([unit.source for unit in spec.units], np.int64)
     is_source_LK = source_of_unit[documents.unit_D[document_L]][:, None] == np.arange(len(settings.columns))
     tokens_L = packing.length_L - packing.lookahead_L
+    start_L = packing.start_L if settings.position_ids == "continue" else packing.start_L[:0]
+    pieces = (array.astype(np.int32) for array in (packing.length_L, counts_R, start_L))
     return Filled(
-        Rows(tokens.reshape(num_rows, width), packing.length_L.astype(np.int32), counts_R.astype(np.int32)),
+        Rows(tokens.reshape(num_rows, width), *pieces),
         _row_sums(tokens_L[:, None] * is_source_LK, counts_R),
         _row_sums(packing.start_L == 0, counts_R),
         _row_sums((packing.start_L == 0) & (packing.lookahead_L == 1), counts_R),
@@ -129,8 +131,9 @@ def deal(filled: list[Filled], settings: WindowSettings, window: int, skipped: i
     counts_R = np.concatenate([part.rows.counts_B for part in filled])
     by_slot_L = np.argsort(np.repeat(slot_R, counts_R), kind="stable")
     lengths_L = np.concatenate([part.rows.lengths_L for part in filled])[by_slot_L]
+    starts_L = np.concatenate([part.rows.starts_L for part in filled])
     document_L = np.concatenate([part.document_L for part in filled])[by_slot_L]
-    rows = Rows(tokens, lengths_L, by_slot([counts_R]))
+    rows = Rows(tokens, lengths_L, by_slot([counts_R]), starts_L[by_slot_L] if len(starts_L) else starts_L)
     in_order = Filled(
         rows,
         by_slot([part.tokens_RK for part in filled]),

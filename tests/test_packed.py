@@ -35,7 +35,6 @@ from tests.tiny import EOS, Tiny, encode
 
 CORPUS = ((("a", "bb", "ccc"), ("dddd", "", "eeeee", None), ("f" * 12, "g", "h", "i", "j")),)
 FORM = PackedFormat(8, "uint16", "0" * 64, "<|endoftext|>", "concat")
-T8 = (8, "uint16")
 LOCAL = Storage()
 
 
@@ -152,7 +151,7 @@ def test_files_of_the_same_size_with_other_tokens_have_another_footer(tmp_path: 
 
 def test_what_was_written_is_read_in_place(tmp_path: Path) -> None:
     write(tmp_path)
-    packed = read_packed(LOCAL, str(tmp_path / "packed-00000.parquet"), 0, T8)
+    packed = read_packed(LOCAL, str(tmp_path / "packed-00000.parquet"), 0, 8)
     owner = packed.rows.tokens_BX
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -182,7 +181,7 @@ def with_rows(**values) -> PackedRows:
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
-    again = read_packed(LOCAL, store(tmp_path / "a.parquet", GOOD), 0, T8)
+    again = read_packed(LOCAL, store(tmp_path / "a.parquet", GOOD), 0, 8)
     assert again.hash() == GOOD.hash()
     assert again.rows.counts_B.tolist() == [2, 1]
     assert (again.input_tokens_B.tolist(), again.documents_B.tolist()) == ([8, 4], [1, 1])
@@ -209,7 +208,7 @@ def test_a_row_that_breaks_a_rule_is_named(tmp_path: Path, packed: PackedRows, r
     packed = replace(packed, documents_B=packed.documents_B.astype(np.int32))
     path = store(tmp_path / "a.parquet", packed)
     with pytest.raises(DataError, match=rf"a\.parquet: row group 0, {reason}: run `ingest pack` again"):
-        read_packed(LOCAL, path, 0, T8)
+        read_packed(LOCAL, path, 0, 8)
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -218,29 +217,28 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     place = data.index(GOOD.rows.tokens_BX.tobytes())
     path.write_bytes(data[: place + 7] + bytes([data[place + 7] ^ 1]) + data[place + 8 :])
     with pytest.raises(DataError, match=r"a\.parquet: row group 0 must hold what was packed; hash .* restore the file"):
-        read_packed(LOCAL, str(path), 0, T8)
+        read_packed(LOCAL, str(path), 0, 8)
 
 
 @pytest.mark.parametrize(
-    ("row_group", "hashes", "form", "reason"),
+    ("row_group", "hashes", "sequence_length", "reason"),
     [
-        (1, None, T8, r"a\.parquet has 1 row groups and 1 hashes; got 1: run `ingest index` again"),
-        (0, [], T8, r"has 1 row groups and 0 hashes; got 0"),
-        (0, {}, T8, r"has 1 row groups and 0 hashes; got 0"),
-        (0, None, (9, "uint16"), r"row group 0 must hold rows of 10 tokens of uint16; got fixed_size_binary\[18\]"),
-        (0, None, (8, "uint32"), r"row group 0 must hold rows of 9 tokens of uint32; got fixed_size_binary\[18\]"),
+        (1, None, 8, r"a\.parquet has 1 row groups and 1 hashes; got 1: run `ingest index` again"),
+        (0, [], 8, r"has 1 row groups and 0 hashes; got 0"),
+        (0, {}, 8, r"has 1 row groups and 0 hashes; got 0"),
+        (0, None, 9, r"a\.parquet must hold rows of 9 tokens; got rows of 8: run `ingest index` again"),
     ],
 )
-def test_a_row_group_that_is_not_what_was_asked_for_is_refused(tmp_path, row_group, hashes, form, reason) -> None:
+def test_a_row_group_that_is_not_what_was_asked_for_is_refused(tmp_path, row_group, hashes, sequence_length, reason) -> None:
     path = store(tmp_path / "a.parquet", GOOD, hashes)
     with pytest.raises(DataError, match=reason):
-        read_packed(LOCAL, path, row_group, form)
+        read_packed(LOCAL, path, row_group, sequence_length)
 
 
 def test_a_file_that_changed_since_the_manifest_is_refused(tmp_path: Path) -> None:
     path = store(tmp_path / "a.parquet", GOOD)
     with pytest.raises(DataError, match=r"changed since the manifest was made; footer hash was 0, is"):
-        read_packed(LOCAL, path, 0, T8, (Path(path).stat().st_size, "0"))
+        read_packed(LOCAL, path, 0, 8, (Path(path).stat().st_size, "0"))
 
 
 @pytest.mark.parametrize(
