@@ -187,6 +187,42 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     assert (again.input_tokens_B.tolist(), again.documents_B.tolist()) == ([8, 4], [1, 1])
 
 
+CONTINUED = with_rows(starts_L=[7, 0, 0])
+CONTINUE = replace(FORM, position_ids="continue")
+
+
+def test_starts_survive_the_file_and_belong_to_its_hash(tmp_path: Path) -> None:
+    assert CONTINUE.schema.names == [*FORM.schema.names, "starts"]
+    again = read_packed(LOCAL, store(tmp_path / "a.parquet", CONTINUED, form=CONTINUE), 0, 8)
+    assert again.rows.starts_L.tolist() == [7, 0, 0]
+    assert again.hash() == CONTINUED.hash() != GOOD.hash()
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        ([0, 0, 0], "row 0: documents must be the pieces that start at 0; got 1"),
+        ([7, 9, 0], "row 0: documents must be the pieces that start at 0; got 1"),
+        ([-7, 0, 0], "row 0: the number of starts below 0 must be 0; got 1"),
+    ],
+)
+def test_a_row_whose_starts_break_a_rule_is_named(tmp_path: Path, starts: list[int], reason: str) -> None:
+    path = store(tmp_path / "a.parquet", with_rows(starts_L=starts), form=CONTINUE)
+    with pytest.raises(DataError, match=rf"a\.parquet: row group 0, {reason}: run `ingest pack` again"):
+        read_packed(LOCAL, path, 0, 8)
+
+
+def test_a_row_with_fewer_starts_than_pieces_is_named(tmp_path: Path) -> None:
+    table = CONTINUED.to_table(CONTINUE.schema)
+    starts = pa.array([bytes(8), bytes(8)], pa.binary())
+    table = table.set_column(table.schema.get_field_index("starts"), CONTINUE.schema.field("starts"), starts)
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({HASHES_KEY: json.dumps(["0"])})
+    with pytest.raises(DataError, match=r"row 1: starts must be as many as lengths; got 2 and 1: run `ingest pack`"):
+        read_packed(LOCAL, str(tmp_path / "a.parquet"), 0, 8)
+
+
 @pytest.mark.parametrize(
     ("packed", "reason"),
     [
@@ -229,7 +265,9 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         (0, None, 9, r"a\.parquet must hold rows of 9 tokens; got rows of 8: run `ingest index` again"),
     ],
 )
-def test_a_row_group_that_is_not_what_was_asked_for_is_refused(tmp_path, row_group, hashes, sequence_length, reason) -> None:
+def test_a_row_group_that_is_not_what_was_asked_for_is_refused(
+    tmp_path, row_group, hashes, sequence_length, reason
+) -> None:
     path = store(tmp_path / "a.parquet", GOOD, hashes)
     with pytest.raises(DataError, match=reason):
         read_packed(LOCAL, path, row_group, sequence_length)
@@ -247,6 +285,8 @@ def test_a_file_that_changed_since_the_manifest_is_refused(tmp_path: Path) -> No
         ({**FORM.to_plain(), "version": 2}, None, "must be packed in version 1; got 2"),
         ({"version": 1}, None, "must say how it was packed; KeyError, 'sequence_length'"),
         ({**FORM.to_plain(), "version": 1, "token_dtype": "int8"}, None, "must say how it was packed; ValueError"),
+        ({**FORM.to_plain(), "version": 1, "position_ids": "jump"}, None, "must say how it was packed; ValueError"),
+        ({**FORM.to_plain(), "version": 1, "position_ids": "continue"}, None, "must have a column starts of binary"),
         ([], None, "must say how it was packed; TypeError"),
         (
             {**FORM.to_plain(), "version": 1, "sequence_length": 9},
@@ -470,6 +510,42 @@ def test_data_packed_with_other_settings_is_refused_with_both_values(sample: Pat
     with pytest.raises(
         ConfigError, match=rf"rows/packed-00000\.parquet must be packed .*{values}: set what .*ingest pack"
     ):
+        Run.prepare(IngestConfig.from_dict(settings))
+
+
+@pytest.fixture(scope="module")
+def counting(sample: Path) -> Path:
+    """A run over the same text whose positions continue, in ``counting.yaml``, and the same packed, in ``on.yaml``."""
+    packing = {"sequence_length": 16, "strategy": "best_fit", "position_ids": "continue"}
+    settings = IngestConfig.from_yaml(sample / "run.yaml").to_dict() | {"packing": packing}
+    pack_without_ray(IngestConfig.from_dict(settings), sample / "on")
+    write_config(sample / "counting.yaml", **settings)
+    write_config(sample / "on.yaml", **(settings | {"sources": [{"name": "rows", "path": "on"}]}))
+    return sample
+
+
+def test_packed_rows_continue_as_the_stream_that_was_packed(counting: Path) -> None:
+    def rows(found: list[Step]) -> Counter:
+        rows = (step.rows.slice(i, i + 1) for step in found for i in np.flatnonzero(step.rows.counts_B))
+        return Counter((row.tokens_BX.tobytes(), tuple(row.starts_L.tolist())) for row in rows)
+
+    text, found = (
+        Run.prepare(IngestConfig.from_yaml(counting / "counting.yaml")),
+        steps_without_ray(counting / "on.yaml"),
+    )
+    assert rows(found) == rows(steps_without_ray(packing_run(text).config))
+    assert sum(starts[0] >= 16 for _, starts in rows(found)) > 20
+    assert any(len(starts) > 1 and starts[-1] for _, starts in rows(found))
+    assert rest(counting / "on.yaml", found, 5) == lines_of(found[5:], found[4].position)
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "file", "run"), [("on", "rows", "restart", "continue"), ("packed", "on", "continue", "restart")]
+)
+def test_rows_packed_with_other_positions_are_refused(counting: Path, config, path, file, run) -> None:
+    settings = IngestConfig.from_yaml(counting / f"{config}.yaml").to_dict()
+    settings["sources"] = [{"name": "rows", "path": str(counting / path)}]
+    with pytest.raises(ConfigError, match=rf"position_ids is {file} in the file and {run} in the settings: set what"):
         Run.prepare(IngestConfig.from_dict(settings))
 
 

@@ -148,6 +148,8 @@ def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> No
     [
         ({"packing__sequence_length": 16}, ["packing.sequence_length"]),
         ({"packing__strategy": "best_fit"}, ["packing.strategy"]),
+        ({"packing__position_ids": "continue"}, ["packing.position_ids"]),
+        ({"packing__position_ids": "restart"}, []),
         ({"shuffle__seed": 1}, ["shuffle.seed"]),
         ({"shuffle__enabled": False}, ["shuffle.enabled"]),
         ({"shuffle__window_tokens": 61}, ["shuffle.window_tokens"]),
