@@ -2,8 +2,8 @@
 
 Pre-norm blocks, rotary positions of any size from ``position_ids``, tied embeddings. Attention is given to the model,
 since it is what keeps documents apart: here it is torch's own with a dense mask, as the others have no CPU kernel. Cost
-of forward and backward at the default sizes with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of it the
-output layer.
+of forward and backward at the default sizes with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of
+it the output layer.
 """
 
 from __future__ import annotations
