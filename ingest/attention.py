@@ -95,8 +95,9 @@ def transformers_arguments(batch: Batch) -> dict[str, Any]:
     where the next one begins; also where positions continue, as no packing lays a rest behind a piece that ends at the
     position before it. Flash attention takes the bounds. There must be no ``attention_mask`` and no cache, or the
     documents go unseen. The labels are those of a batch, already shifted: ``labels`` asks for a loss, and
-    ``shift_labels`` keeps the model from shifting them once more. The loss is a mean over the labels of this batch, which is NaN where all is padding; give
-    ``num_items_in_batch``, the labels of the global batch, to sum them and divide by that.
+    ``shift_labels`` keeps the model from shifting them once more. The loss is a mean over the labels of this batch,
+    which is NaN where all is padding; give ``num_items_in_batch``, the labels of the global batch, to sum them and
+    divide by that.
 
     Source: transformers 5, masking_utils.py (packed sequences), modeling_flash_attention_utils.py, loss_utils.py.
     """
