@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -80,7 +81,7 @@ class PackedFormat:
         """Bytes of one row with its look-ahead token."""
         return (self.sequence_length + 1) * np.dtype(self.token_dtype).itemsize
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
         """The columns of a file, with ``FORMAT_KEY``."""
         kinds = (pa.binary(self.row_bytes), pa.binary(), pa.int32(), pa.int32())

@@ -289,17 +289,17 @@ def row_digests(rows: Rows, windows_B: IntArray, indexes_B: IntArray) -> npt.NDA
     Returns:
         uint64 [B].
     """
-    ends = np.concatenate(([0], np.cumsum(rows.counts_B))).tolist()
-    tokens, pieces = np.ascontiguousarray(rows.tokens_BX), np.ascontiguousarray(rows.lengths_L)
+    tokens, pieces = np.ascontiguousarray(rows.tokens_BX), rows.lengths_L
     if len(rows.starts_L):
         pieces = np.stack((pieces, rows.starts_L), axis=1)
-    seeds = ((windows_B << 32) + indexes_B).tolist()
-    digests = np.empty(len(rows), np.uint64)
-    for offset, seed in enumerate(seeds):
-        state = xxhash.xxh3_64(tokens[offset], seed=seed)
-        state.update(pieces[ends[offset] : ends[offset + 1]].data)
-        digests[offset] = state.intdigest()
-    return digests
+    seeds, content = ((windows_B << 32) + indexes_B).tolist(), pieces.tobytes()
+    bounds = (rows._ends * (len(content) // max(len(pieces), 1))).tolist()
+    digests = []
+    for row, seed, begin, end in zip(tokens, seeds, bounds, bounds[1:], strict=False):
+        state = xxhash.xxh3_64(row, seed=seed)
+        state.update(content[begin:end])
+        digests.append(state.intdigest())
+    return np.array(digests, np.uint64)
 
 
 def cursors_to_json(cursors: Cursors) -> dict[str, Any]:
