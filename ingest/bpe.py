@@ -1,7 +1,7 @@
 """The fast backend: a byte-level BPE of the `tokenizers` library as a `tiktoken` encoding with the same ids.
 
 Guarantees: a tokenizer is mapped only if it is understood in full; ``map_tokenizer`` refuses everything else with a
-reason, and ``find_difference`` compares both libraries on what real corpora break tokenizers with.
+reason. What the reasoning below leaves to the libraries, ``parity.py`` compares.
 
 Why the ids agree. Both libraries cut text into pieces with a regex and merge a piece's bytes, best pair first.
 `tokenizers` merges the pairs in its list, in that order; `tiktoken` merges every pair that makes a token, lowest id
@@ -10,7 +10,7 @@ bytes end in when merged alone, since nothing outside has touched the parts. So 
 the order of ids and each token comes out of the list's merges of its own bytes. A token that does not come out is never
 made by the reference and is left out here; with ``ignore_merges`` a piece that is such a token is that token in both
 libraries, and every pair of tokens that makes it must be in the list. The regex engines differ (Oniguruma and
-fancy-regex): only syntax that both read alike is taken, and character classes are compared code point by code point.
+fancy-regex): only syntax that both read alike is taken.
 
 fancy-regex hands to a finite automaton what needs no look-around, one alternative at a time. Put into one group, all
 alternatives before the first look-around become one automaton, and ``a|b|c`` is ``(?:a|b)|c``: 1.75 times the tokens/s
@@ -30,10 +30,8 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
-import random
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +49,6 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 _SYNTAX = re.compile(
     r"(?:\\p\{[A-Z][a-z]?\}|\\[sSrn]|\[\^?|\]|\(\?i:|\(\?!|\(\?:|\)|\||[+*?]|\{\d+(?:,\d*)?\}(?![+?])|[A-Za-z0-9' /])+"
 )
-_CLASS = re.compile(r"\\p\{[A-Z][a-z]?\}|\\s")
 
 
 class UnmappableError(Exception):
@@ -234,102 +231,3 @@ def byte_characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = itertools.count(0x100)
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
-def find_difference(fast: FastEncoder, reference: Any, special_tokens: list[str]) -> str | None:
-    """Compares both libraries on character classes and adversarial texts.
-
-    Returns:
-        None if nothing differs, else what does, as a reason for a person.
-    """
-    return _class_difference(fast.pattern) or text_difference(fast, reference, list(_probes(reference, special_tokens)))
-
-
-def text_difference(fast: FastEncoder, reference: Any, texts: list[str]) -> str | None:
-    """The first text, shortened, whose ids differ; None if there is none."""
-    expected = reference.encode_batch_fast(texts, add_special_tokens=False)
-    for text, ids, encoding in zip(texts, fast.encode(texts), expected, strict=True):
-        if ids is not None and ids.tolist() != encoding.ids:
-            return f"the ids of {text[:60]!r} differ"
-    return None
-
-
-def _class_difference(pattern: str) -> str | None:
-    """Compares what the pattern's classes, and letters whose case is ignored, match in each engine."""
-    # Planes 4 to 13 are empty and 15 and 16 private: every 64th stands for them.
-    points = itertools.chain(
-        range(0xD800), range(0xE000, 0x40000), range(0xE0000, 0xE1000), range(0x40000, 0x110000, 64)
-    )
-    text = "".join(map(chr, points))
-    letters = "".join(sorted(set("".join(re.findall(r"\(\?i:([^)]*)\)", pattern))) - set("'|")))
-    checks = [(name, text) for name in dict.fromkeys(_CLASS.findall(pattern))]
-    if letters:
-        either = "".join(_matches(f"(?i:[{letters}])", text))
-        checks += [(f"(?i:{letter})", either) for letter in letters]
-    for name, characters in checks:
-        oniguruma, fancy = _matches(name, characters)
-        if oniguruma != fancy:
-            return f"the regex engines know different characters as {name}"
-    return None
-
-
-def _matches(name: str, text: str) -> tuple[str, str]:
-    """All characters of a text that a class matches, as Oniguruma and as fancy-regex see it."""
-    import tiktoken
-    from tokenizers import Regex, pre_tokenizers
-
-    pieces = pre_tokenizers.Split(Regex(f"{name}+"), "removed", invert=True).pre_tokenize_str(text)
-    single_bytes = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding("class", pat_str=f"{name}+", mergeable_ranks=single_bytes, special_tokens={})
-    # tiktoken drops what the regex does not match, so the ids are the bytes of the matches.
-    found = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint8).tobytes()
-    return "".join(piece for piece, _ in pieces), found.decode("utf-8")
-
-
-def _probes(reference: Any, special_tokens: list[str]) -> Iterator[str]:
-    """Texts that find disagreements: every category, and what real corpora break tokenizers with."""
-    yield from _FIXED_PROBES
-    for token in special_tokens:
-        yield f"a{token}b {token}\n{token[:-1]}"
-    for run in _RUNS:
-        for length in (*range(2, 36), 63, 64, 65, 255, 256, 257, 499, 500, 501, 4099):
-            yield f"x{run * length}y"
-    by_category: dict[str, list[str]] = {}
-    for point in itertools.chain(range(0xD800), range(0xE000, 0x110000, 7)):
-        by_category.setdefault(unicodedata.category(chr(point)), []).append(chr(point))
-    for found in by_category.values():
-        for character in {*found[:12], *found[-12:], *found[:: max(1, len(found) // 12)]}:
-            around = "a{0}b {0} {0}{0}1{0}2\n{0}\n '{0} '{0}s{0}'S  {0}\u0301e{0}.{0}/"
-            yield around.format(character)
-    draw = random.Random(0)  # noqa: S311 - a fixed sequence is the point
-    atoms = [*_ATOMS, *(found[len(found) // 2] for found in by_category.values())]
-    for _ in range(2000):
-        yield "".join(draw.choices(atoms, k=40))
-    words = [reference.decode([number]) for number in range(reference.get_vocab_size())]
-    for start in range(0, len(words), 50):
-        yield "".join(words[start : start + 50])
-
-
-_RUNS = (*"aA0-=é日\u0301🙂 \n\t\u00a0", "\r\n", " \n", "ab", "'s")
-
-_WORDS = """
-the The THE don't DON'T we'll 're '\u017f '\ufb06 ß İ \u0131 e\u0301 é Å \u212a 1 12 123 1234 1.5 ٣ ½ Ⅷ 一 日本語 한국어
-ไทย हिन्दी العربية עברית _ __init__ ( ) // /* -> :: ... — “ ' " \\ \\ud83d \x00 \x7f 🙂 👩‍👩‍👧 🇩🇪 👍🏽 ❤️
-\U000e0067 \U0001f1e6 \ue000 \U0010ffff \ufffd
-"""
-_SPACES = (" ", " ", "  ", "    ", "\t", "\n", "\n\n", "\r\n", "\r", "\u00a0", "\u2028", "\u3000", "\u200b", "\u200d")
-_ATOMS = (*_WORDS.split(), *_SPACES, *_SPACES)
-
-_FIXED_PROBES = (
-    "",
-    "def f(x):\n    if x:\n\treturn [1, 22, 333, 4444]  # note\r\n\r\n\n        pass\n",
-    "line\rline\nline\r\nline\n\rline\u0085line\u2028line\u2029line\x0bline\x0cline",
-    "I'm you're he'll WE'VE it'S 'tis rock'n'roll '' 's 'S '\u017f 'll 'LL 'lL o\u2019clock",
-    "100000 1,234,567.89 0x1F 1e-9 ١٢٣٤ ²³¹ ½¾ ⅷ 一二三 1st 2nd 3½",
-    "e\u0301 é \u0301 a\u0300\u0301\u0302 \u1100\u1161\u11a8 각 क\u094d\u0937 \u212a \u212b \u037e \u0344 \u0958",
-    "👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇩🇪🇫🇷 #️⃣ ❤️ \u200d\u200d 🏴\U000e0067\U000e0062\U000e007f",
-    "\\ud83d\\ude00 \\u0000 \ufffd\ufffe\uffff \ue000 \U000f0000 \x00\x01\x1b[0m\x7f\x80\x9f",
-    "<|endoftext|> <|im_start|>user <s> </s> [INST] <pad> <|fim_prefix|>",
-    "http://example.org/a/b?c=d&e=%20#f user@example.org C:\\path\\file ~/.bashrc",
-    "  leading\n trailing  \n\n\n   \n\t\t\n end   ",
-)

@@ -24,7 +24,7 @@ from ingest.config import SourceConfig
 from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
-from ingest.packed import PackedFormat, packed_format, tokens_column
+from ingest.packed import SUMMARY, PackedFormat, packed_format, tokens_column
 from ingest.parquet import find_columns, read_documents, read_footer
 from ingest.source import FileEntry, SourceManifest
 from ingest.spec import UnitSpec
@@ -93,8 +93,8 @@ def index_source(
         encode_rows: the source's own encoder; None where it is ``encode`` on plain text.
 
     Raises:
-        DataError: a file is not Parquet, damaged, or has no such text column; there are no rows; or some files are
-            packed and others are text, or packed in another way.
+        DataError: a file is not Parquet, damaged, or has no such text column; there are no rows; some files are
+            packed and others are text, or packed in another way; or a pack broke off.
         StorageError: a file cannot be read.
     """
     columns, skip = source.columns, source.allowed.skip_files > 0
@@ -108,6 +108,8 @@ def index_source(
             f"{path}: {reason}"
         )
     packed = _one_format(source.name, indexed)
+    if packed is not None:
+        _require_finished(source.name, indexed, storage)
     full = [item for item in indexed if item.rows]
     if not full:
         raise DataError(f"source {source.name} must hold rows; its {len(files)} files hold none: check its path")
@@ -199,6 +201,16 @@ def _one_format(name: str, indexed: list[_Indexed]) -> PackedFormat | None:
                 f"{item.entry.path} holds {_kind(item.packed)}: make two sources of them"
             )
     return first.packed
+
+
+def _require_finished(name: str, indexed: list[_Indexed], storage: Storage) -> None:
+    """Refuses what a pack left behind that broke off: its summary is written last."""
+    for folder in dict.fromkeys(item.entry.path.rpartition("/")[0] for item in indexed):
+        if storage.info(f"{folder}/{SUMMARY}") is None:
+            raise DataError(
+                f"source {name} must hold whole packs; {folder} holds no {SUMMARY}, which `ingest pack` writes last: "
+                "pack into an empty directory again, or copy the file along if the pack was finished"
+            )
 
 
 def _kind(packed: PackedFormat | None) -> str:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from ingest.errors import ConfigError, DataError, StorageError
 from ingest.lanes import Step
-from ingest.packed import HASHES_KEY, PackedFormat, PackedRows
+from ingest.packed import HASHES_KEY, SUMMARY, PackedFormat, PackedRows
 from ingest.run import Run
 from ingest.slab import Rows
 from ingest.storage import Storage
@@ -103,7 +103,7 @@ def pack(
         "padding_share": 1 - counts[0] / (writer.rows * form.sequence_length),
         "digest": digest,
     }
-    storage.write_bytes(f"{out}/_packed.json", json.dumps({**form.to_plain(), **figures}, indent=1).encode())
+    storage.write_bytes(f"{out}/{SUMMARY}", json.dumps({**form.to_plain(), **figures}, indent=1).encode())
     return figures
 
 

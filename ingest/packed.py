@@ -44,6 +44,7 @@ VERSION = 1
 FORMAT_KEY, HASHES_KEY = b"ingest.packed", b"ingest.packed.hashes"
 COLUMNS = ("tokens", "lengths", "input_tokens", "documents")
 STARTS = "starts"
+SUMMARY = "_packed.json"  # beside the files, written last
 
 _SETTINGS = {
     "sequence_length": "packing.sequence_length",

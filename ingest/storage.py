@@ -1,4 +1,4 @@
-"""Files, local or in an object store: the only module that touches a filesystem.
+"""Files, local or in an object store: with ``stores.py``, the only module that touches a filesystem.
 
 Guarantees: a path is taken as it is written, so names with spaces, ``%``, ``#`` and Unicode work; a transient error is
 tried again, a permanent one ends at once, and both name the path; requests are bounded in number at a time and counted;
@@ -12,39 +12,31 @@ nothing, but for curl, which takes a new connection where one that it reuses is 
 and writes, which are many requests in one call, go through a second client that repeats each of them up to
 ``max_attempts`` times within a second, so that one lost page does not restart a listing of 100,000 names. The clients
 of GCS, Azure and HDFS have retries of their own below ours, with the limits of those libraries.
-
-Rejected: fsspec, one more dependency with a client of its own per store; ``pyarrow.fs.FileSystem.from_uri`` on whole
-paths, which decodes ``%20`` and refuses spaces.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
 from ingest.config import StorageConfig
-from ingest.errors import ConfigError, DataError, StorageError
+from ingest.errors import DataError, StorageError
 from ingest.glob import glob_regex, is_glob, split_glob
 from ingest.ranged import Requests, Traffic, ranged
-from ingest.retry import one_line, retrying
+from ingest.retry import one_line
+from ingest.stores import Place, Stores
 
 __all__ = ["FileInfo", "Storage"]
 
 T = TypeVar("T")
-
-_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
-_SECRET = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|password|secret_key|access_key|account_key)=")
 
 
 @dataclass(frozen=True)
@@ -63,23 +55,6 @@ class FileInfo:
     version: str
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A path inside its filesystem; ``prefix + path[skip:]`` is what the user calls it.
-
-    ``patient`` is the same filesystem for listings and writes.
-    """
-
-    filesystem: Any
-    patient: Any
-    path: str
-    prefix: str
-    skip: int
-
-    def name(self, path: str) -> str:
-        return self.prefix + path[self.skip :]
-
-
 class Storage:
     """Lists, opens, reads and writes files on every store that Arrow speaks to.
 
@@ -93,7 +68,7 @@ class Storage:
     def __init__(self, config: StorageConfig = StorageConfig()) -> None:  # noqa: B008 - frozen
         self.config = config
         self._requests = Requests(config)
-        self._filesystems: dict[tuple[str, str], tuple[Any, Any, str]] = {}
+        self._stores = Stores(config)
 
     def __reduce__(self) -> tuple[type[Storage], tuple[StorageConfig]]:
         return Storage, (self.config,)
@@ -134,7 +109,7 @@ class Storage:
 
     def _native(self, path: str) -> Any:
         """A file as its store's client opens it: the seam at which tests put a store of theirs."""
-        place = self._place(path)
+        place = self._stores.place(path)
         return place.filesystem.open_input_file(place.path)
 
     def read_bytes(self, path: str) -> bytes:
@@ -153,7 +128,7 @@ class Storage:
         Raises:
             StorageError: the path cannot be written.
         """
-        place = self._place(path)
+        place = self._stores.place(path)
         local = isinstance(place.filesystem, fs.LocalFileSystem)
         self._do(f"write {path}", lambda: _write_local(place.path, data) if local else _write_remote(place, data))
 
@@ -163,12 +138,12 @@ class Storage:
         Raises:
             StorageError: the store does not answer, or forbids the look.
         """
-        place = self._place(path)
+        place = self._stores.place(path)
         item = self._stat(place, path)
         return _file_info(place, item) if item.type == fs.FileType.File else None
 
     def _find(self, path: str) -> Iterator[FileInfo]:
-        place = self._place(path)
+        place = self._stores.place(path)
         item = self._stat(place, path)
         if item.type == fs.FileType.File:
             if not item.size:
@@ -191,7 +166,7 @@ class Storage:
             )
         yield from found
 
-    def _list(self, place: _Place, base: str, pattern: str) -> list[FileInfo]:
+    def _list(self, place: Place, base: str, pattern: str) -> list[FileInfo]:
         """Files below ``base`` whose path from there matches ``pattern``, or lies in a directory that does."""
         recursive = "/" in pattern or pattern in ("*", "**")
         matches = glob_regex(pattern).fullmatch
@@ -213,7 +188,7 @@ class Storage:
                 found += self._list(place, item.path, "**")
         return found
 
-    def _stat(self, place: _Place, path: str) -> Any:
+    def _stat(self, place: Place, path: str) -> Any:
         return self._do(f"look up {path}", lambda: place.filesystem.get_file_info(place.path))
 
     def _do(self, what: str, action: Callable[[], T]) -> T:
@@ -222,91 +197,8 @@ class Storage:
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise StorageError(f"{what} failed; {one_line(error)}: correct the path") from error
 
-    def _place(self, path: str) -> _Place:
-        require_no_credential("path", path)
-        uri = _URI.fullmatch(path)
-        if uri is None or uri[1].lower() == "file":
-            local = path if uri is None else "/" + uri[3]
-            if uri is not None and uri[2] not in ("", "localhost"):
-                raise ConfigError(f"file:// must have no host; got {path}: write file:///{uri[3]}")
-            filesystem, patient, _ = self._filesystem("file", "")
-            return _Place(filesystem, patient, os.path.abspath(local), "", 0)
-        scheme, authority, rest = uri[1].lower(), uri[2], uri[3].rstrip("/")
-        filesystem, patient, root = self._filesystem(scheme, authority)
-        inside = root + rest if rest else root.rstrip("/") or "/"
-        return _Place(filesystem, patient, inside, f"{uri[1]}://{authority}/", len(root))
 
-    def _filesystem(self, scheme: str, authority: str) -> tuple[Any, Any, str]:
-        """The filesystem of a scheme and authority, the same for listings and writes, and what its paths start with."""
-        key = (scheme, authority)
-        if key not in self._filesystems:
-            *filesystems, root = self._connect(scheme, authority)
-            self._filesystems[key] = filesystems[0], filesystems[-1], root
-        return self._filesystems[key]
-
-    def _connect(self, scheme: str, authority: str) -> tuple[Any, ...]:
-        if scheme == "file":
-            return fs.LocalFileSystem(), ""
-        if not authority and scheme != "hdfs":
-            raise ConfigError(f"path must name a bucket; got {scheme}:///: write {scheme}://BUCKET/PATH")
-        if scheme in ("s3", "s3a", "s3n"):
-            return *_s3(self.config, authority), authority + "/"
-        if scheme in ("gs", "gcs"):
-            limit = timedelta(seconds=self.config.request_timeout_s * self.config.max_attempts)
-            return fs.GcsFileSystem(retry_time_limit=limit), authority + "/"
-        try:
-            filesystem, root = fs.FileSystem.from_uri(f"{scheme}://{authority}/")
-        except pa.ArrowInvalid as error:
-            rule = "path must have a scheme that Arrow opens (s3, gs, abfs, abfss, hdfs, file)"
-            raise ConfigError(f"{rule}; {scheme}://{authority}, {one_line(error)}: correct it") from error
-        except OSError as error:
-            raise StorageError(
-                f"connect to {scheme}://{authority} failed; {one_line(error)}: install its client"
-            ) from error
-        return filesystem, root.rstrip("/") + "/"
-
-
-def _s3(config: StorageConfig, bucket: str) -> tuple[Any, Any]:
-    """An S3 client that repeats no request, and one that does.
-
-    The region is found from the bucket where neither a setting nor the environment gives it.
-    """
-    endpoint = config.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    options: dict[str, Any] = {}
-    region = config.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if endpoint:
-        parts = urlsplit(endpoint)
-        if "@" in parts.netloc:
-            raise ConfigError("storage.endpoint must not hold a credential; got one: put it in the environment")
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
-            raise ConfigError(f"storage.endpoint must be http(s)://HOST[:PORT]; got {endpoint}: correct it")
-        options = {"endpoint_override": parts.netloc, "scheme": parts.scheme}
-        region = region or "us-east-1"
-    elif region is None:
-        region = retrying(lambda: fs.resolve_s3_region(bucket), f"find the region of s3://{bucket}", config)
-    options |= {"region": region, "request_timeout": config.request_timeout_s}
-    options["connect_timeout"] = min(10.0, config.request_timeout_s)
-    retries = (0, config.max_attempts - 1)  # Arrow says attempts, the SDK takes retries: seen at a counting server
-    once, often = (
-        fs.S3FileSystem(retry_strategy=fs.AwsDefaultS3RetryStrategy(max_attempts=n), **options) for n in retries
-    )
-    return once, often
-
-
-def require_no_credential(name: str, path: str) -> None:
-    """Refuses a path that would carry a credential into logs, positions and manifests.
-
-    Raises:
-        ConfigError: names the setting, never the path.
-    """
-    if _SECRET.search(path):
-        shown = path.split("://")[0]
-        raise ConfigError(
-            f"{name} must not hold a credential; got a {shown}:// path that does: put it in the environment"
-        )
-
-
-def _file_info(place: _Place, item: Any) -> FileInfo:
+def _file_info(place: Place, item: Any) -> FileInfo:
     version = "" if item.mtime_ns is None else str(item.mtime_ns)
     return FileInfo(place.name(item.path), item.size, version)
 
@@ -338,7 +230,7 @@ def _write_local(path: str, data: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _write_remote(place: _Place, data: bytes) -> None:
+def _write_remote(place: Place, data: bytes) -> None:
     if not isinstance(place.patient, fs.S3FileSystem | fs.GcsFileSystem):
         place.patient.create_dir(place.path.rpartition("/")[0], recursive=True)
     with place.patient.open_output_stream(place.path, compression=None) as file:  # Arrow zips names in .gz

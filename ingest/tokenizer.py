@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ingest import bpe
+from ingest import bpe, parity
 from ingest.config import TokenizerConfig
 from ingest.errors import ConfigError
 from ingest.pieces import NO_LABEL_BIT, DocumentError
@@ -122,7 +122,7 @@ class Tokenizer:
         if fast is None:
             return
         try:
-            difference = bpe.text_difference(fast, self._reference(), texts)
+            difference = parity.text_difference(fast, self._reference(), texts)
         except TypeError:
             raise _first_invalid(texts) from None
         if difference:
@@ -195,7 +195,7 @@ class Tokenizer:
     def _forget(self) -> None:
         self._built_reference: Any = None
         self._built_fast: bpe.FastEncoder | None = None
-        self._audit = Audit(self._encode_reference)
+        self._audit = parity.Audit(self._encode_reference)
 
     def _reference(self) -> Any:
         if self._built_reference is None:
@@ -217,7 +217,7 @@ class Tokenizer:
     def _prove(self, fast: bpe.FastEncoder) -> None:
         versions = bpe.versions()
         if self._proven != versions:
-            difference = bpe.find_difference(fast, self._reference(), list(self.special))
+            difference = parity.find_difference(fast, self._reference(), list(self.special))
             if difference:
                 raise bpe.UnmappableError(difference)
             self._proven = versions
@@ -257,39 +257,6 @@ class Tokenizer:
     def _encode_reference(self, texts: list[str]) -> list[TokenArray]:
         encodings = self._reference().encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encodings]
-
-
-class Audit:
-    """Encodes one document in ``every`` again, with the reference, and refuses to go on when the ids differ.
-
-    Args:
-        encode: the reference, one array of ids a text.
-        every: documents from one audit to the next, counted over all calls.
-        max_chars: a longer document is passed over, and the next one that is not is taken.
-    """
-
-    def __init__(
-        self, encode: Callable[[list[str]], list[TokenArray]], *, every: int = 1024, max_chars: int = 1 << 16
-    ) -> None:
-        self._encode = encode
-        self._every = every
-        self._max_chars = max_chars
-        self._since = 0
-
-    def check(self, texts: list[str], documents: list[TokenArray]) -> None:
-        """Audits what is due among these documents.
-
-        Raises:
-            DocumentError: the ids of a document are not those of the reference.
-        """
-        for index, text in enumerate(texts):
-            self._since += 1
-            if self._since < self._every or len(text) > self._max_chars:
-                continue
-            self._since = 0
-            if not np.array_equal(self._encode([text])[0], documents[index]):
-                rule = "tiktoken must give the ids of tokenizers; they differ for a document"
-                raise DocumentError(f"{rule} of {len(text)} characters: set tokenizer.backend to tokenizers", index)
 
 
 def build_reference(content: bytes, path: str) -> Any:

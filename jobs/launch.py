@@ -27,7 +27,7 @@ from ingest.cluster import ensure_ray, require_resources
 from ingest.lanes import require_world_size
 from ingest.pipeline import cause_of
 from ingest.run import Run
-from ingest.storage import require_no_credential
+from ingest.stores import require_no_credential
 from ingest.train import newest_position
 from jobs.mailbox import opened
 

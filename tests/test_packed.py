@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -584,6 +585,36 @@ def test_a_uri_is_written_like_a_path(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_packed.json", "packed-00000.parquet"]
     with pytest.raises(ConfigError, match="OUT must hold no Parquet files"):
         pack(tiny.steps(), FORM, LOCAL, f"file://{tmp_path}/out", lanes=2)
+
+
+def test_a_source_whose_pack_broke_off_is_refused(sample: Path, tmp_path: Path) -> None:
+    shutil.copytree(sample / "rows", tmp_path / "rows")
+    settings = IngestConfig.from_yaml(sample / "packed.yaml").to_dict()
+    copied = IngestConfig.from_dict(settings | {"sources": [{"name": "rows", "path": str(tmp_path / "rows")}]})
+    assert Run.prepare(copied).manifest.sources[0].packed is not None
+    (tmp_path / "rows/_packed.json").unlink()
+    (tmp_path / "rows/packed-00001.parquet").unlink()
+    with pytest.raises(DataError, match=rf"source rows must hold whole packs; {tmp_path}/rows holds no _packed.json"):
+        Run.prepare(copied)
+
+
+@pytest.mark.s3
+def test_rows_packed_into_a_bucket_are_the_same_and_are_streamed_from_there(sample: Path, s3_endpoint) -> None:
+    storage = {"endpoint": s3_endpoint, "region": "us-east-1"}
+    text = IngestConfig.from_yaml(sample / "run.yaml").to_dict() | {"storage": storage}
+    run = Run.prepare(IngestConfig.from_dict(text))
+    out = "s3://data/packed rows"
+    steps = steps_without_ray(packing_run(run).config)
+    sizes = {"group_tokens": 200, "file_tokens": 1000}
+    pack(steps, run.packed_format, run.storage, out, lanes=run.config.lanes, **sizes)
+    for path in (sample / "rows").glob("*.parquet"):
+        assert run.storage.read_bytes(f"{out}/{path.name}") == path.read_bytes()
+    with pytest.raises(ConfigError, match=f"OUT must hold no Parquet files; {out} holds {out}/packed-00000.parquet"):
+        pack(steps, run.packed_format, run.storage, out, lanes=run.config.lanes)
+    packed = IngestConfig.from_yaml(sample / "packed.yaml").to_dict()
+    there = packed | {"storage": storage, "sources": [{"name": "rows", "path": out}]}
+    found = steps_without_ray(IngestConfig.from_dict(there))
+    assert lines_of(found) == lines_of(steps_without_ray(sample / "packed.yaml"))
 
 
 @pytest.mark.ray

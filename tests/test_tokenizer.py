@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ingest import bpe
+from ingest import bpe, parity
 from ingest.config import TokenizerConfig
 from ingest.errors import ConfigError, DataError
-from ingest.tokenizer import Audit, DocumentError, Tokenizer, build_reference
+from ingest.parity import Audit
+from ingest.tokenizer import DocumentError, Tokenizer, build_reference
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -338,8 +339,8 @@ def test_a_regex_that_leaves_text_out_is_found_by_the_probes(load, changed):
 def test_the_first_text_with_other_ids_is_named(changed, tokenizer_bytes):
     mapped = bpe.map_tokenizer(tokenizer_bytes, build_reference(tokenizer_bytes, "t.json"))
     other = build_reference(changed(lambda settings: settings["model"]["merges"].pop()), "t.json")
-    assert bpe.text_difference(mapped, other, ["a", "the cat"]) is None
-    assert bpe.text_difference(mapped, other, ["a", "only here"]) == "the ids of 'only here' differ"
+    assert parity.text_difference(mapped, other, ["a", "the cat"]) is None
+    assert parity.text_difference(mapped, other, ["a", "only here"]) == "the ids of 'only here' differ"
 
 
 def test_verifying_equal_text_keeps_the_fast_backend(fast):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -51,8 +53,10 @@ class Head:
         self._start = start
         gcs, dashboard, client, self._agent = free_ports(4)
         self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
-        # Code comes from what is submitted, not from the tests' own path; a token, as `ray start --head` wants one.
+        # Code comes from what is submitted, not from the tests' own path; a token, as `ray start --head` wants one. The
+        # `python` of a job is what the head finds on its PATH: the tests' own, also where no environment is activated.
         self.environment = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": "",
             "RAY_ADDRESS": "",
             "RAY_AUTH_MODE": "token",
