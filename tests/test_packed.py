@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -334,6 +335,28 @@ def mixed(shuffle: bool, lanes: int = 4):
     settings = WindowSettings(("text", ""), 8, lanes, 0, shuffle, EOS, "uint16")
     read = lambda unit, column: iter([pa.array(["abcdefg", None, "hi"], pa.large_string())])  # noqa: E731
     return make_window(spec, settings, Text(encode), read, lambda unit: UNITS[unit.row_group])
+
+
+def test_the_next_packed_units_are_read_while_the_first_is_still_on_its_way() -> None:
+    units = tuple(UnitSpec(0, 0, "p", number % 2, 0, "", packed=True) for number in range(6))
+    spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),)), units, True)
+    together = threading.Barrier(2, timeout=20)
+
+    def read(unit: UnitSpec) -> PackedRows:
+        together.wait()  # which one reader alone would never pass
+        return UNITS[unit.row_group]
+
+    window = make_window(spec, WindowSettings(("",), 8, 1, 0, False, EOS, "uint16"), Text(encode), None, read)
+    assert window.rows.tokens_BX[:, 0].tolist() == [10, 11, 12, 20, 21] * 3
+
+
+def test_a_packed_unit_that_cannot_be_read_ends_the_window_with_its_error() -> None:
+    def read(unit: UnitSpec) -> PackedRows:
+        raise DataError(f"{unit.path} must hold rows; got none: restore it")
+
+    spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),)), (UnitSpec(0, 0, "p", 0, 0, "", packed=True),), True)
+    with pytest.raises(DataError, match="p must hold rows; got none: restore it"):
+        make_window(spec, WindowSettings(("",), 8, 1, 0, False, EOS, "uint16"), Text(encode), None, read)
 
 
 def first_tokens(window) -> list[list[int]]:
