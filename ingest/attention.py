@@ -9,10 +9,9 @@ Guarantee: the first three see the same, padding included: a token sees itself a
 the padding of a row is a segment. So every token sees at least itself, and no softmax gives NaN. Nothing waits for the
 device: sizes are known on the host.
 
-Cost: the dense mask is B * T * T bytes. A block mask is made from the ends of blocks alone: 1.4 ms of one CPU core for
-4 rows of 2,048 and 2 ms for 2 of 8,192. Rejected: ``create_block_mask``, which fills a dense mask to throw it away
-(190 and 1,700 ms, 16 GiB a row of 131,072); and 4-D masks for Transformers, which replace the sliding windows of a
-model that has some.
+Cost: the dense mask is B * T * T bytes. A block mask is made from the ends of blocks alone. Rejected:
+``create_block_mask``, which fills a dense mask to throw it away (16 GiB a row of 131,072); and 4-D masks for
+Transformers, which replace the sliding windows of a model that has some.
 """
 
 from __future__ import annotations
@@ -92,11 +91,13 @@ def varlen_arguments(batch: Batch) -> dict[str, Any]:
 def transformers_arguments(batch: Batch) -> dict[str, Any]:
     """The keywords of a causal language model of Transformers, from ids to labels.
 
-    Eager, SDPA and FlexAttention get their mask from ``position_ids``, in which each document starts anew; flash
-    attention takes the bounds. There must be no ``attention_mask`` and no cache, or the documents go unseen. The labels
-    are those of a batch, already shifted: ``labels`` asks for a loss, and ``shift_labels`` keeps the model from
-    shifting them once more. The loss is a mean over the labels of this batch, which is NaN where all is padding; give
-    ``num_items_in_batch``, the labels of the global batch, to sum them and divide by that.
+    Eager, SDPA and FlexAttention get their mask from ``position_ids``, which go up by one within a document and jump
+    where the next one begins; also where positions continue, as no packing lays a rest behind a piece that ends at the
+    position before it. Flash attention takes the bounds. There must be no ``attention_mask`` and no cache, or the
+    documents go unseen. The labels are those of a batch, already shifted: ``labels`` asks for a loss, and
+    ``shift_labels`` keeps the model from shifting them once more. The loss is a mean over the labels of this batch,
+    which is NaN where all is padding; give ``num_items_in_batch``, the labels of the global batch, to sum them and
+    divide by that.
 
     Source: transformers 5, masking_utils.py (packed sequences), modeling_flash_attention_utils.py, loss_utils.py.
     """

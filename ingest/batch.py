@@ -68,6 +68,7 @@ class Staged:
         narrow_BX: int16 or int32 [B, T + 1], ids with the bits of the unsigned type they came in.
         lengths_M: int64 [M], segments of all rows, padding included; they sum to B * (T + 1).
         documents_M: int64 [M], the number of each segment within its row, -1 for padding.
+        origins_M: int64 [M], the column in which each segment has position 0; below 0 where a document goes on.
         bits: mask that undoes the sign of an id; in 32 bits the sign says that a token is no label.
         host: what stays behind.
     """
@@ -75,19 +76,20 @@ class Staged:
     narrow_BX: Tensor
     lengths_M: Tensor
     documents_M: Tensor
+    origins_M: Tensor
     bits: int
     host: HostLayout
 
     @classmethod
     def of(cls, rows: Rows) -> Staged:
         """Lays the segments of rows out on the host; see ``Batch.from_rows``."""
-        lengths_M, documents_M, host = _lay_out(rows.lengths_L, rows.counts_B, rows.tokens_BX.shape[1])
+        lengths_M, documents_M, origins_M, host = _lay_out(rows)
         narrow_BX, bits = _narrow(rows.tokens_BX)
-        return cls(narrow_BX, lengths_M, documents_M, bits, host)
+        return cls(narrow_BX, lengths_M, documents_M, origins_M, bits, host)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What travels: ids, lengths, documents and ``cu_seqlens``."""
-        return self.narrow_BX, self.lengths_M, self.documents_M, self.host.cu_seqlens
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What travels: ids, lengths, documents, origins and ``cu_seqlens``."""
+        return self.narrow_BX, self.lengths_M, self.documents_M, self.origins_M, self.host.cu_seqlens
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,8 @@ class Batch:
         labels: int64 [B, T]; the next token of the same document, -100 at a document's last token, at padding, and if
             the next token is masked, as those of prompts are. A document that goes on in the next row has its next
             token at T - 1 here: a cut costs no label.
-        position_ids: int64 [B, T]; offset within the document's piece, 0 at padding.
+        position_ids: int64 [B, T]; offset within the document's piece, or with ``packing.position_ids: continue``
+            within the document; 0 at padding.
         document_ids: int64 [B, T]; 0, 1, 2, ... along a row, -1 at padding.
         cu_seqlens: int32 [D + 1]; where segments begin in the B * T flattened positions, then B * T. The padding of a
             row is a segment of its own.
@@ -149,14 +152,13 @@ class Batch:
             narrow: ``staged.tensors()`` on the device.
             position: where the stream stands after them.
         """
-        narrow_BX, lengths_M, documents_M, cu_seqlens = narrow
+        narrow_BX, lengths_M, documents_M, origins_M, cu_seqlens = narrow
         num_rows, num_columns = narrow_BX.shape
         segments_BX = torch.repeat_interleave(lengths_M, output_size=narrow_BX.numel()).view(num_rows, num_columns)
         segments_BT = segments_BX[:, :-1]
         documents_BT = documents_M[segments_BT]
         padding_BT = documents_BT < 0
         last_BT = segments_BT != segments_BX[:, 1:]
-        starts_M = (lengths_M.cumsum(0) - lengths_M) % num_columns
         columns_T = torch.arange(num_columns - 1, device=narrow_BX.device)
         no_label_BT = last_BT | padding_BT
         bits = staged.bits
@@ -165,7 +167,7 @@ class Batch:
         return cls(
             input_ids=narrow_BX[:, :-1].long().bitwise_and_(bits),
             labels=narrow_BX[:, 1:].long().bitwise_and_(bits).masked_fill_(no_label_BT, IGNORE_INDEX),
-            position_ids=(columns_T - starts_M[segments_BT]).masked_fill_(padding_BT, 0),
+            position_ids=(columns_T - origins_M[segments_BT]).masked_fill_(padding_BT, 0),
             document_ids=documents_BT,
             cu_seqlens=cu_seqlens,
             position=position,
@@ -224,18 +226,21 @@ class Batch:
         )
 
 
-def _lay_out(
-    lengths: npt.NDArray[np.int32], counts: npt.NDArray[np.int32], num_columns: int
-) -> tuple[Tensor, Tensor, HostLayout]:
+def _lay_out(rows: Rows) -> tuple[Tensor, Tensor, Tensor, HostLayout]:
     """Adds to each row a segment for its padding.
 
     Returns:
-        int64 [M], lengths that sum to B * X; int64 [M], the number of each within its row, -1 for padding; the layout.
+        int64 [M], lengths that sum to B * X; int64 [M], the number of each within its row, -1 for padding; int64 [M],
+        the column of its position 0; the layout.
 
-    With T = 3: lengths 2, 1, 4 and counts 2, 1 give lengths 2, 1, 1, 4, 0, documents 0, 1, -1, 0, -1, cu_seqlens
-    0, 2, 3, 6 (the fourth position of each row is the look-ahead, which is no input).
+    With T = 3: lengths 2, 1, 4 and counts 2, 1 give lengths 2, 1, 1, 4, 0, documents 0, 1, -1, 0, -1, origins
+    0, 2, 3, 0, 0, cu_seqlens 0, 2, 3, 6 (the fourth position of each row is the look-ahead, which is no input).
     """
-    lengths_L, counts_B = _tensor(lengths).long(), _tensor(counts).long()
+    lengths_L, counts_B, num_columns = (
+        _tensor(rows.lengths_L).long(),
+        _tensor(rows.counts_B).long(),
+        rows.tokens_BX.shape[1],
+    )
     num_segments, num_rows = len(lengths_L), len(counts_B)
     rows_B = torch.arange(num_rows)
     assert int(counts_B.sum()) == num_segments, "counts_B must sum to the number of segments"
@@ -249,12 +254,16 @@ def _lay_out(
     lengths_M[slots_L], lengths_M[padding_B] = lengths_L, num_columns - totals_B
     documents_M = torch.full_like(lengths_M, -1)
     documents_M[slots_L] = slots_L - (padding_B - counts_B)[rows_L]
+    origins_M = (lengths_M.cumsum(0) - lengths_M) % num_columns
+    if len(rows.starts_L):
+        assert len(rows.starts_L) == num_segments, "starts_L must be one a segment, or none"
+        origins_M[slots_L] -= _tensor(rows.starts_L)
 
     last = num_columns - 1
     rows_M = torch.repeat_interleave(rows_B, counts_B + 1, output_size=num_segments + num_rows)
     ends_M = rows_M * last + (lengths_M.cumsum(0) - rows_M * num_columns).clamp_(max=last)
     cu_seqlens = torch.unique_consecutive(torch.cat([torch.zeros(1, dtype=torch.int64), ends_M])).int()
-    return lengths_M, documents_M, HostLayout.of(cu_seqlens, totals_B.clamp_(max=last))
+    return lengths_M, documents_M, origins_M, HostLayout.of(cu_seqlens, totals_B.clamp_(max=last))
 
 
 def _narrow(tokens_BX: TokenArray) -> tuple[Tensor, int]:

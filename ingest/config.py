@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from ingest.changes import ACCEPTABLE
 from ingest.errors import ConfigError
 from ingest.fim import FimConfig
-from ingest.packing import Strategy
+from ingest.packing import PositionIds, Strategy
 from ingest.sources import STRICT, OnErrorConfig, SourceConfig, require
 
 
@@ -84,12 +84,15 @@ class PackingConfig:
         sequence_length: T, tokens a row.
         strategy: ``concat`` lays documents end to end and cuts at T; ``best_fit`` keeps documents of at most T tokens
             whole and pads what they leave. With both, every token is an input exactly once.
+        position_ids: of a document that goes on in another row: ``restart`` counts from 0 there, ``continue`` from
+            where it was cut, so that positions grow to the length of the longest document.
     """
 
     __pydantic_config__ = STRICT
 
     sequence_length: int = 2048
     strategy: Strategy = "concat"
+    position_ids: PositionIds = "restart"
 
     def __post_init__(self) -> None:
         rule = "packing.sequence_length must be 2 to 16777216 tokens"

@@ -8,9 +8,9 @@ source allows it. Rows that a filter leaves out are counted on their own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ UNITS_AHEAD = 4  # row groups fetched at once, the one being tokenized included
 ARRAYS_AHEAD = 2  # of at most 256 documents, ready of each
 _FIRST_TOKENS = 1 << 20
 ENCODE_BYTES = 1 << 20  # text tokenized at once: enough to hide the call, little enough to stay in cache
+
+T = TypeVar("T")
 
 Encode = Callable[[pa.Array, UnitSpec, IntArray], tuple[TokenArray, IntArray]]
 """Rows that hold something, their unit and their numbers in it, to all tokens and those of each; 0 drops a row."""
@@ -59,23 +61,26 @@ class Documents:
         return sum(source.empty for source in self.account.sources)
 
 
-class UnitTexts:
-    """The texts of a window's text units, in order, with the next units' bytes on their way meanwhile."""
+class UnitsAhead(Generic[T]):
+    """What some of a window's units hold, in order, with the next units' bytes on their way meanwhile.
 
-    def __init__(self, spec: WindowSpec, settings: WindowSettings, read: Read) -> None:
+    Args:
+        units: each with its index in the window.
+        read: called on a thread of each unit.
+    """
+
+    def __init__(self, units: Iterable[tuple[int, UnitSpec]], read: Callable[[UnitSpec], Iterator[T]]) -> None:
         self._read = read
-        self._settings = settings
-        self._left = deque((index, unit) for index, unit in enumerate(spec.units) if not unit.packed)
-        self._begun: deque[tuple[int, ReadAhead[Item]]] = deque()
+        self._left = deque(units)
+        self._begun: deque[tuple[int, ReadAhead[T]]] = deque()
         self._begin()
 
     def _begin(self) -> None:
         while self._left and len(self._begun) < UNITS_AHEAD:
             index, unit = self._left.popleft()
-            arrays = self._read(unit, self._settings.columns[unit.source])
-            self._begun.append((index, ReadAhead(arrays, ARRAYS_AHEAD, "ingest-read")))
+            self._begun.append((index, ReadAhead(self._read(unit), ARRAYS_AHEAD, "ingest-read")))
 
-    def __iter__(self) -> Iterator[tuple[int, ReadAhead[Item]]]:
+    def __iter__(self) -> Iterator[tuple[int, ReadAhead[T]]]:
         while self._begun:
             yield self._begun[0]
             self._begun.popleft()
@@ -83,8 +88,17 @@ class UnitTexts:
 
     def close(self) -> None:
         """Ends the reading of units that were begun."""
-        for _, arrays in self._begun:
-            arrays.close()
+        for _, items in self._begun:
+            items.close()
+
+
+UnitTexts = UnitsAhead[pa.Array | Bad]
+
+
+def unit_texts(spec: WindowSpec, settings: WindowSettings, read: Read) -> UnitTexts:
+    """Begins to read a window's text units."""
+    units = [(index, unit) for index, unit in enumerate(spec.units) if not unit.packed]
+    return UnitsAhead(units, lambda unit: read(unit, settings.columns[unit.source]))
 
 
 def tokenize(

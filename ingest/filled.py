@@ -32,7 +32,8 @@ class Filled:
         write: called once with all rows of the window, uint16 or uint32 [*, T + 1], and int64 [R], the place of each of
             these among them.
         lengths_L: int32 [L], as ``Rows.lengths_L``.
-        counts_R: int64 or int32 [R], as ``Rows.counts_B``.
+        counts_R: int32 [R], as ``Rows.counts_B``.
+        starts_L: int32 [L] or [0], as ``Rows.starts_L``.
         tokens_RK: int64 [R, K], input tokens of each source.
         documents_R: int64 [R], documents that begin in the row.
         cut_R: int64 [R], those of them that go on in another row: 1, the row's last, or 0.
@@ -41,7 +42,8 @@ class Filled:
 
     write: Callable[[TokenArray, IntArray], None]
     lengths_L: npt.NDArray[np.int32]
-    counts_R: npt.NDArray[Any]
+    counts_R: npt.NDArray[np.int32]
+    starts_L: npt.NDArray[np.int32]
     tokens_RK: IntArray
     documents_R: IntArray
     cut_R: IntArray
@@ -68,10 +70,12 @@ def fill(spec: WindowSpec, settings: WindowSettings, documents: Documents, order
     source_of_unit = np.array([unit.source for unit in spec.units], np.int64)
     is_source_LK = source_of_unit[documents.unit_D[document_L]][:, None] == np.arange(len(settings.columns))
     tokens_L = packing.length_L - packing.lookahead_L
+    start_L = packing.start_L if settings.position_ids == "continue" else packing.start_L[:0]
     return Filled(
         write,
         packing.length_L.astype(np.int32),
-        counts_R,
+        counts_R.astype(np.int32),
+        start_L.astype(np.int32),
         _row_sums(tokens_L[:, None] * is_source_LK, counts_R),
         _row_sums(packing.start_L == 0, counts_R),
         _row_sums((packing.start_L == 0) & (packing.lookahead_L == 1), counts_R),
@@ -150,6 +154,7 @@ def take(packed: PackedRows, settings: WindowSettings, source: int, first_docume
         write,
         packed.rows.lengths_L,
         packed.rows.counts_B,
+        packed.rows.starts_L,
         tokens_RK,
         documents_R,
         (looks_ahead_R & (documents_R > 0)).astype(np.int64),
@@ -188,11 +193,12 @@ def deal(filled: list[Filled], settings: WindowSettings, window: int, skipped: i
         out[slot_R] = joined
         return out
 
-    counts_R = np.concatenate([part.counts_R for part in filled]).astype(np.int32)
+    counts_R = np.concatenate([part.counts_R for part in filled])
     by_slot_L = np.argsort(np.repeat(slot_R, counts_R), kind="stable")
     lengths_L = np.concatenate([part.lengths_L for part in filled])[by_slot_L]
+    starts_L = np.concatenate([part.starts_L for part in filled])
     document_L = np.concatenate([part.document_L for part in filled])[by_slot_L]
-    rows = Rows(tokens, lengths_L, by_slot([counts_R]))
+    rows = Rows(tokens, lengths_L, by_slot([counts_R]), starts_L[by_slot_L] if len(starts_L) else starts_L)
     tokens_RK = by_slot([part.tokens_RK for part in filled])
     documents_R, cut_R = by_slot([part.documents_R for part in filled]), by_slot([part.cut_R for part in filled])
     return rows, _prefix(settings, window, rows, tokens_RK, documents_R, cut_R, skipped), document_L
@@ -206,7 +212,8 @@ def _padding(missing: int, num_sources: int, eos_id: int) -> Filled:
 
     nothing, none_R = np.zeros(0, np.int32), np.zeros(missing, np.int64)
     none_RK = np.zeros((missing, num_sources), np.int64)
-    return Filled(write, nothing, none_R, none_RK, none_R, none_R, nothing.astype(np.int64))
+    counts_R = none_R.astype(np.int32)
+    return Filled(write, nothing, counts_R, nothing, none_RK, none_R, none_R, nothing.astype(np.int64))
 
 
 def _prefix(

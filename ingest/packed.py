@@ -6,6 +6,7 @@ One row of the file is one row of T tokens:
     lengths       binary: tokens of each piece, look-ahead included, int32 little endian
     input_tokens  int32: tokens that are inputs, so neither padding nor the look-ahead of a cut
     documents     int32: documents that begin in the row
+    starts        binary: where in its document each piece begins, int32 little endian; only where positions continue
 
 The footer holds two keys: ``ingest.packed``, the ``PackedFormat`` as JSON, and ``ingest.packed.hashes``, a JSON list
 with one hash a row group. So the hash of the footer, by which the manifest knows a file, speaks of every token although
@@ -23,8 +24,9 @@ of the bytes of Python's sources; lz4 900 and 45 %; a column of lists of integer
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ingest.errors import ConfigError, DataError
+from ingest.packing import PositionIds
 from ingest.parquet import decoding, verified
 from ingest.slab import IntArray, Rows
 from ingest.storage import Storage
@@ -40,6 +43,7 @@ from ingest.storage import Storage
 VERSION = 1
 FORMAT_KEY, HASHES_KEY = b"ingest.packed", b"ingest.packed.hashes"
 COLUMNS = ("tokens", "lengths", "input_tokens", "documents")
+STARTS = "starts"
 SUMMARY = "_packed.json"  # beside the files, written last
 
 _SETTINGS = {
@@ -47,7 +51,7 @@ _SETTINGS = {
     "tokenizer": "tokenizer (sha256)",
     "eos_token": "tokenizer.eos_token",
     "bos_token": "tokenizer.bos_token",
-    "token_dtype": "token_dtype",
+    "position_ids": "packing.position_ids",
 }
 
 
@@ -57,11 +61,12 @@ class PackedFormat:
 
     Args:
         sequence_length: T.
-        token_dtype: ``uint16`` or ``uint32``.
+        token_dtype: ``uint16`` or ``uint32``; a run with 32 bits may read a file of 16.
         tokenizer: sha256 of the ``tokenizer.json``.
         eos_token: the token after every document.
         strategy: of the packing; a run with another one may read the file, since packed rows are not packed again.
         bos_token: the one before every document; None without one.
+        position_ids: whether the file holds the starts of pieces, for ``continue``.
     """
 
     sequence_length: int
@@ -70,22 +75,26 @@ class PackedFormat:
     eos_token: str
     strategy: str
     bos_token: str | None = None
+    position_ids: PositionIds = "restart"
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row with its look-ahead token."""
         return (self.sequence_length + 1) * np.dtype(self.token_dtype).itemsize
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
         """The columns of a file, with ``FORMAT_KEY``."""
         kinds = (pa.binary(self.row_bytes), pa.binary(), pa.int32(), pa.int32())
         columns = [pa.field(name, kind, nullable=False) for name, kind in zip(COLUMNS, kinds, strict=True)]
+        if self.position_ids == "continue":
+            columns.append(pa.field(STARTS, pa.binary(), nullable=False))
         return pa.schema(columns, metadata={FORMAT_KEY: json.dumps({"version": VERSION, **self.to_plain()})})
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values; ``from_plain`` takes them back."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Plain values, defaults left out; ``from_plain`` takes them back."""
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return {name: value for name, value, default in values if value != default}
 
     @classmethod
     def from_plain(cls, plain: Any) -> PackedFormat:
@@ -95,10 +104,13 @@ class PackedFormat:
             TypeError, KeyError, ValueError: not what ``to_plain`` gives.
         """
         length, dtype = plain["sequence_length"], plain["token_dtype"]
+        positions = plain.get("position_ids", "restart")
         if type(length) is not int or length < 1 or dtype not in ("uint16", "uint32"):
             raise ValueError(f"sequence_length {length!r} of {dtype!r}")
+        if positions not in get_args(PositionIds):
+            raise ValueError(f"position_ids {positions!r}")
         tokenizer, eos_token, strategy = (str(plain[name]) for name in ("tokenizer", "eos_token", "strategy"))
-        return cls(length, dtype, tokenizer, eos_token, strategy, plain.get("bos_token"))
+        return cls(length, dtype, tokenizer, eos_token, strategy, plain.get("bos_token"), positions)
 
     def require(self, wanted: PackedFormat, path: str) -> None:
         """Refuses a file whose rows are not those that the run would make itself.
@@ -141,21 +153,24 @@ class PackedRows:
         rows, count = self.rows, len(self.rows)
         offsets = pa.py_buffer((4 * _bounds(rows.counts_B)).astype(np.int32))
         tokens = pa.py_buffer(np.ascontiguousarray(rows.tokens_BX))
-        lengths = pa.py_buffer(np.ascontiguousarray(rows.lengths_L))
+        lengths, starts = (pa.py_buffer(np.ascontiguousarray(array)) for array in (rows.lengths_L, rows.starts_L))
         columns = [
             pa.Array.from_buffers(schema.field("tokens").type, count, [None, tokens]),
             pa.Array.from_buffers(pa.binary(), count, [None, offsets, lengths]),
             pa.array(self.input_tokens_B, pa.int32()),
             pa.array(self.documents_B, pa.int32()),
         ]
+        if STARTS in schema.names:
+            columns.append(pa.Array.from_buffers(pa.binary(), count, [None, offsets, starts]))
         return pa.Table.from_arrays(columns, schema=schema)
 
     def hash(self) -> str:
         """xxh3_64 over the bytes of all arrays, one after another, 16 hex digits."""
         digest = xxhash.xxh3_64()
-        for array in (self.rows.tokens_BX, self.rows.lengths_L, self.rows.counts_B, self.input_tokens_B):
+        rows = self.rows
+        for array in (rows.tokens_BX, rows.lengths_L, rows.counts_B, self.input_tokens_B, self.documents_B):
             digest.update(np.ascontiguousarray(array).data)
-        digest.update(np.ascontiguousarray(self.documents_B).data)
+        digest.update(np.ascontiguousarray(rows.starts_L).data)  # nothing where positions restart
         return digest.hexdigest()
 
 
@@ -181,7 +196,7 @@ def packed_format(metadata: Any, path: str) -> PackedFormat | None:
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} must say how it was packed; {type(error).__name__}, {error}: {again}") from error
     schema = metadata.schema.to_arrow_schema()
-    places = [schema.get_field_index(name) for name in COLUMNS]  # -1 where there is none or are several
+    places = [schema.get_field_index(name) for name in form.schema.names]  # -1 where there is none or are several
     kinds = [None if place < 0 else schema.types[place] for place in places]
     wrong = [field for field, kind in zip(form.schema, kinds, strict=True) if field.type != kind]
     if wrong:
@@ -197,7 +212,7 @@ def tokens_column(metadata: Any) -> int:
 
 
 def read_packed(
-    storage: Storage, path: str, row_group: int, form: tuple[int, str], expect: tuple[int, str] | None = None
+    storage: Storage, path: str, row_group: int, sequence_length: int, expect: tuple[int, str] | None = None
 ) -> PackedRows:
     """Reads the rows of one row group.
 
@@ -205,7 +220,8 @@ def read_packed(
         storage: opens the file.
         path: the file.
         row_group: index within the file.
-        form: sequence length and token dtype that the rows must have.
+        sequence_length: T, which the rows must have; tokens are uint16 or uint32, and pieces have starts or not, as
+            in the file.
         expect: size in bytes and footer hash from the manifest; None takes the file as it is.
 
     Raises:
@@ -220,14 +236,18 @@ def read_packed(
                 f"{path} has {metadata.num_row_groups} row groups and {len(hashes)} hashes; got {row_group}: "
                 "run `ingest index` again"
             )
+        form = packed_format(metadata, path)
+        if form is None or form.sequence_length != sequence_length:
+            got = "none" if form is None else f"rows of {form.sequence_length}"
+            raise DataError(f"{path} must hold rows of {sequence_length} tokens; got {got}: run `ingest index` again")
         reader = pq.ParquetFile(file, metadata=metadata, pre_buffer=True)
-        table = reader.read_row_group(row_group, columns=list(COLUMNS), use_threads=False)
+        table = reader.read_row_group(row_group, columns=form.schema.names, use_threads=False)
     where = f"{path}: row group {row_group}"
-    packed = _from_table(table, *form, where)
+    packed = _from_table(table.select(form.schema.names), form, where)
     then, now = hashes[row_group], packed.hash()
     if then != now:
         raise DataError(f"{where} must hold what was packed; hash {then} then, {now} now: restore the file")
-    _require_sound(packed, form[0], where)
+    _require_sound(packed, sequence_length, where)
     return packed
 
 
@@ -240,25 +260,35 @@ def _hashes(metadata: Any) -> list[Any]:
     return hashes if isinstance(hashes, list) else []
 
 
-def _from_table(table: pa.Table, sequence_length: int, dtype: str, where: str) -> PackedRows:
-    """The arrays of a table, in place."""
-    itemsize, count, width = np.dtype(dtype).itemsize, len(table), sequence_length + 1
-    kind = table.schema.field("tokens").type
-    if kind != pa.binary(width * itemsize):
-        raise DataError(f"{where} must hold rows of {width} tokens of {dtype}; got {kind}: run `ingest index` again")
-    columns = [_only_chunk(table[name]) for name in COLUMNS]
+def _from_table(table: pa.Table, form: PackedFormat, where: str) -> PackedRows:
+    """The arrays of a table in the columns of ``form``, in place."""
+    count, width, dtype = len(table), form.sequence_length + 1, np.dtype(form.token_dtype).newbyteorder("<")
+    columns = [_only_chunk(column) for column in table.columns]
     if any(column.null_count for column in columns):
         raise DataError(f"{where} must not hold nulls; got some: restore the file")
-    tokens, lengths, input_tokens, documents = columns
-    flat = np.frombuffer(tokens.buffers()[1], f"<u{itemsize}", count * width, tokens.offset * width * itemsize)
-    offsets = np.frombuffer(lengths.buffers()[1], np.int32, count + 1, 4 * lengths.offset)
+    tokens, lengths, input_tokens, documents, *starts = columns
+    flat = np.frombuffer(tokens.buffers()[1], dtype, count * width, tokens.offset * form.row_bytes)
+    pieces, counts = _integers(lengths, f"{where}, row %d: lengths")
+    rows = Rows(flat.reshape(count, width), pieces, counts)
+    if starts:
+        starts_L, starts_B = _integers(starts[0], f"{where}, row %d: starts")
+        if (starts_B != counts).any():
+            row = int(np.argmax(starts_B != counts))
+            rule = f"{where}, row {row}: starts must be as many as lengths"
+            raise DataError(f"{rule}; got {starts_B[row]} and {counts[row]}: run `ingest pack` again")
+        rows = replace(rows, starts_L=starts_L)
+    return PackedRows(rows, np.asarray(input_tokens), np.asarray(documents))
+
+
+def _integers(column: pa.Array, what: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """All int32 of a binary column, and how many each row holds."""
+    _, bounds, data = column.buffers()
+    offsets = np.frombuffer(bounds, np.int32, len(column) + 1, 4 * column.offset)
     uneven = np.flatnonzero(offsets % 4)
     if len(uneven):
-        raise DataError(f"{where}, row {max(0, uneven[0] - 1)}: lengths must be int32; got a part of one: restore it")
-    data = lengths.buffers()[2] or b""
-    pieces = np.frombuffer(data, "<i4")[offsets[0] // 4 : offsets[-1] // 4]
-    rows = Rows(flat.reshape(count, width), pieces, np.diff(offsets) // 4)
-    return PackedRows(rows, np.asarray(input_tokens), np.asarray(documents))
+        raise DataError(f"{what % max(0, uneven[0] - 1)} must be int32; got a part of one: restore it")
+    values = np.frombuffer(data or b"", "<i4")[offsets[0] // 4 : offsets[-1] // 4]
+    return values, np.diff(offsets) // 4
 
 
 def _require_sound(packed: PackedRows, sequence_length: int, where: str) -> None:
@@ -276,6 +306,14 @@ def _require_sound(packed: PackedRows, sequence_length: int, where: str) -> None
         (f"input_tokens must fit {sequence_length} tokens", inputs, inputs <= sequence_length),
         ("documents must be no more than the pieces", packed.documents_B, _within(packed.documents_B, rows.counts_B)),
     )
+    if len(rows.starts_L):
+        begun = np.diff(np.concatenate(([0], np.cumsum(rows.starts_L == 0)))[bounds])
+        below = np.diff(np.concatenate(([0], np.cumsum(rows.starts_L < 0)))[bounds])
+        documents = "documents must be the pieces that start at 0"
+        rules += (
+            ("the number of starts below 0 must be 0", below, below == 0),
+            (documents, packed.documents_B, packed.documents_B == begun),
+        )
     for rule, values, holds in rules:
         if not holds.all():
             row = int(np.argmin(holds))

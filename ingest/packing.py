@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 Strategy = Literal["concat", "best_fit"]  # this module's, and that of best_fit.py
+PositionIds = Literal["restart", "continue"]  # where the pieces of one document begin to count
 
 
 @dataclass(frozen=True, eq=False)

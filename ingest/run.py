@@ -6,7 +6,7 @@ Preparing reads every footer once (or a stored manifest) and the tokenizer; ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -62,8 +62,8 @@ class Maker:
         return read_documents(self.storage, unit.path, unit.row_group, columns, expect, skip=skip)
 
     def _read_packed(self, unit: UnitSpec) -> PackedRows:
-        form, expect = (self.settings.sequence_length, self.settings.token_dtype), (unit.size_bytes, unit.footer_hash)
-        return read_packed(self.storage, unit.path, unit.row_group, form, expect)
+        expect = (unit.size_bytes, unit.footer_hash)
+        return read_packed(self.storage, unit.path, unit.row_group, self.settings.sequence_length, expect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +165,7 @@ class Run:
             eos_token=config.tokenizer.eos_token,
             strategy=config.packing.strategy,
             bos_token=config.tokenizer.bos_token,
+            position_ids=config.packing.position_ids,
         )
 
     @cached_property
@@ -210,6 +211,7 @@ class Run:
             eos_id=self.tokenizer.eos_id,
             token_dtype=str(self.token_dtype),
             strategy=config.packing.strategy,
+            position_ids=config.packing.position_ids,
             skips=tuple(source.allowed.skip_rows > 0 for source in config.sources),
         )
         return Maker(settings, self.tokenizer, self.storage, tuple(each.encode for each in self.encoders))
@@ -234,12 +236,15 @@ class Run:
             )
         }
         bos = {} if config.tokenizer.bos_token is None else {"bos_token": config.tokenizer.bos_token}
+        packing = asdict(config.packing)
+        if config.packing.position_ids == "restart":
+            del packing["position_ids"]
         return {
             "plan": PLAN_VERSION,
             "manifest": self.manifest.hash,
             "sources": sources,
             "tokenizer": {"sha256": self.tokenizer.sha256, "eos_token": config.tokenizer.eos_token, **bos},
-            "packing": {"sequence_length": config.packing.sequence_length, "strategy": config.packing.strategy},
+            "packing": packing,
             "shuffle": {
                 "seed": config.shuffle.seed,
                 "enabled": config.shuffle.enabled,

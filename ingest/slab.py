@@ -11,8 +11,9 @@ Every slab carries, for its whole window, prefix sums by lane offset *over all l
 of every lane. That is why any rank can write a position without talking to another one.
 
 The digest is the sum modulo 2^64 of one XXH3-64 hash a row, over the row's token bytes (little endian, look-ahead and
-padding included) and its piece lengths (int32), seeded with (window << 32) + row. So it depends on content and address,
-and not on who consumed the row. Source: xxHash specification, XXH3_64bits_withSeed (stable since 0.8.0).
+padding included) and its piece lengths (int32; where positions continue, each with its start behind it), seeded with
+(window << 32) + row. So it depends on content and address, and not on who consumed the row. Source: xxHash
+specification, XXH3_64bits_withSeed (stable since 0.8.0).
 
 Cost: header and prefix sums are about 48 + 8 K bytes a lane row; encoding and decoding copy nothing.
 """
@@ -48,11 +49,14 @@ class Rows:
         tokens_BX: uint16 or uint32 [B, T + 1]; padding holds the eos token.
         lengths_L: int32 [L], tokens of each piece, look-ahead included; rows one after another.
         counts_B: int32 [B], pieces of each row.
+        starts_L: int32 [L], where in its document each piece begins, if positions continue; else int32 [0], which
+            slices, joins and hashes to nothing.
     """
 
     tokens_BX: TokenArray
     lengths_L: npt.NDArray[np.int32]
     counts_B: npt.NDArray[np.int32]
+    starts_L: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.counts_B)
@@ -63,8 +67,9 @@ class Rows:
 
     def slice(self, start: int, stop: int) -> Rows:
         """Rows ``start`` to ``stop``, without a copy of the tokens."""
-        ends = self._ends
-        return Rows(self.tokens_BX[start:stop], self.lengths_L[ends[start] : ends[stop]], self.counts_B[start:stop])
+        pieces = slice(self._ends[start], self._ends[stop])
+        counts_B = self.counts_B[start:stop]
+        return Rows(self.tokens_BX[start:stop], self.lengths_L[pieces], counts_B, self.starts_L[pieces])
 
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
@@ -75,6 +80,7 @@ class Rows:
             np.concatenate([part.tokens_BX for part in parts]),
             np.concatenate([part.lengths_L for part in parts]),
             np.concatenate([part.counts_B for part in parts]),
+            np.concatenate([part.starts_L for part in parts]),
         )
 
     @staticmethod
@@ -217,8 +223,9 @@ class Slab:
             raise OrderError(f"a block must be one slab; got {table.num_rows} rows of {names}: report this Ray version")
         header = json.loads(table["header"][0].as_py())
         dtype, num_rows, width = header["tokens"]
-        tokens, lengths, counts, *sums = (_view(table[name]) for name in _NAMES)
+        tokens, lengths, counts, starts, *sums = (_view(table[name]) for name in _NAMES)
         tokens_O, documents_O, documents_cut_O, sources, digest_O = sums
+        pieces = (array.view(np.int32) for array in (lengths, counts, starts))
         prefix = Prefix(
             tokens_O.view(np.int64),
             documents_O.view(np.int64),
@@ -232,14 +239,14 @@ class Slab:
             rank=header["rank"][0],
             world_size=header["rank"][1],
             last=header["last"],
-            rows=Rows(tokens.view(dtype).reshape(num_rows, width), lengths.view(np.int32), counts.view(np.int32)),
+            rows=Rows(tokens.view(dtype).reshape(num_rows, width), *pieces),
             prefix=replace(prefix, account=Account.from_plain(header["account"], _numbers(prefix))),
             spent=header["spent"],
         )
 
 
 _NAMES = (
-    *("tokens", "lengths", "counts", "prefix_tokens", "prefix_documents", "prefix_documents_cut"),
+    *("tokens", "lengths", "counts", "starts", "prefix_tokens", "prefix_documents", "prefix_documents_cut"),
     *("prefix_source_tokens", "prefix_digest"),
 )
 SCHEMA = pa.schema([("header", pa.string()), *((name, pa.large_binary()) for name in _NAMES)])
@@ -253,7 +260,7 @@ def _numbers(prefix: Prefix) -> list[str]:
 def _arrays(rows: Rows, prefix: Prefix) -> Iterable[npt.NDArray[Any]]:
     """In the order of ``_NAMES``."""
     sums = (prefix.tokens_O, prefix.documents_O, prefix.documents_cut_O, prefix.source_tokens_OK, prefix.digest_O)
-    return (rows.tokens_BX, rows.lengths_L, rows.counts_B, *sums)
+    return (rows.tokens_BX, rows.lengths_L, rows.counts_B, rows.starts_L, *sums)
 
 
 def _binary(array: npt.NDArray[Any]) -> pa.Array:
@@ -282,15 +289,17 @@ def row_digests(rows: Rows, windows_B: IntArray, indexes_B: IntArray) -> npt.NDA
     Returns:
         uint64 [B].
     """
-    ends = np.concatenate(([0], np.cumsum(rows.counts_B))).tolist()
-    tokens, lengths = np.ascontiguousarray(rows.tokens_BX), np.ascontiguousarray(rows.lengths_L)
-    seeds = ((windows_B << 32) + indexes_B).tolist()
-    digests = np.empty(len(rows), np.uint64)
-    for offset, seed in enumerate(seeds):
-        state = xxhash.xxh3_64(tokens[offset], seed=seed)
-        state.update(lengths[ends[offset] : ends[offset + 1]].data)
-        digests[offset] = state.intdigest()
-    return digests
+    tokens, pieces = np.ascontiguousarray(rows.tokens_BX), rows.lengths_L
+    if len(rows.starts_L):
+        pieces = np.stack((pieces, rows.starts_L), axis=1)
+    seeds, content = ((windows_B << 32) + indexes_B).tolist(), pieces.tobytes()
+    bounds = (rows._ends * (len(content) // max(len(pieces), 1))).tolist()
+    digests = []
+    for row, seed, begin, end in zip(tokens, seeds, bounds, bounds[1:], strict=False):
+        state = xxhash.xxh3_64(row, seed=seed)
+        state.update(content[begin:end])
+        digests.append(state.intdigest())
+    return np.array(digests, np.uint64)
 
 
 def cursors_to_json(cursors: Cursors) -> dict[str, Any]:

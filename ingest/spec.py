@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ingest.columns import Columns
-from ingest.packing import Strategy
+from ingest.packing import PositionIds, Strategy
 from ingest.plan import Cursors
 
 
@@ -41,7 +41,7 @@ class WindowSettings:
         sequence_length, lanes, seed, shuffle: as in the config.
         eos_id: what padding holds.
         token_dtype: ``uint16`` or ``uint32``.
-        strategy: as in the config.
+        strategy, position_ids: as in the config.
         skips: of each source, whether rows that cannot be read are skipped; () for none.
     """
 
@@ -54,6 +54,7 @@ class WindowSettings:
     token_dtype: str
     strategy: Strategy = "concat"
     skips: tuple[bool, ...] = ()
+    position_ids: PositionIds = "restart"
 
     def skips_rows(self, source: int) -> bool:
         """Whether rows of a source that cannot be read are skipped."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from ingest.account import Account, SourceAccount
 from ingest.best_fit import best_fit
-from ingest.documents import Documents, Encode, Read, UnitTexts, tokenize
+from ingest.documents import Documents, Encode, Read, UnitsAhead, UnitTexts, tokenize, unit_texts
 from ingest.filled import deal, fill, take
 from ingest.metrics import Stopwatch
 from ingest.packed import PackedRows
@@ -34,6 +34,7 @@ from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 
 PACK: dict[Strategy, Callable[[IntArray, int, int], Packing]] = {"concat": concat, "best_fit": best_fit}
 ReadPacked = Callable[[UnitSpec], PackedRows]
+UnitsPacked = UnitsAhead[PackedRows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +76,16 @@ class Window:
 Turn = Callable[[Callable[[], Window]], Window]
 
 
+def _no_reader(unit: UnitSpec) -> PackedRows:
+    raise AssertionError(f"{unit.path} is packed and needs its reader")
+
+
 def make_window(
     spec: WindowSpec,
     settings: WindowSettings,
     encode: Encode,
     read: Read,
-    read_packed: ReadPacked | None = None,
+    read_packed: ReadPacked = _no_reader,
     turn: Turn = lambda make: make(),
     watch: Stopwatch | None = None,
 ) -> Window:
@@ -91,7 +96,7 @@ def make_window(
         settings: how.
         encode: texts to flat tokens and lengths, eos included (``Tokenizer.encode``).
         read: yields the text of a unit as large_string arrays, in row order.
-        read_packed: the rows of a unit that is packed; None where no unit is.
+        read_packed: the rows of a unit that is packed; must be given where one is.
         turn: calls its argument when it is the turn of the window; the default is at once. Reading
             begins before it, so that a window waiting for its turn already fetches its first units.
         watch: takes note of the seconds spent from its turn on.
@@ -99,9 +104,12 @@ def make_window(
     Raises:
         DataError, StorageError: from ``read``, ``read_packed`` and ``encode``, with the file named.
     """
-    texts = UnitTexts(spec, settings, read)
-    with contextlib.closing(texts):
-        return turn(lambda: _make(spec, settings, encode, texts, read_packed, watch or Stopwatch()))
+    texts = unit_texts(spec, settings, read)
+    packed = UnitsAhead(
+        [each for each in enumerate(spec.units) if each[1].packed], lambda unit: map(read_packed, [unit])
+    )
+    with contextlib.closing(texts), contextlib.closing(packed):
+        return turn(lambda: _make(spec, settings, encode, texts, packed, watch or Stopwatch()))
 
 
 def _make(
@@ -109,7 +117,7 @@ def _make(
     settings: WindowSettings,
     encode: Encode,
     texts: UnitTexts,
-    read_packed: ReadPacked | None,
+    units_packed: UnitsPacked,
     watch: Stopwatch,
 ) -> Window:
     watch.start()
@@ -121,16 +129,15 @@ def _make(
     filled = [fill(spec, settings, documents, order, packing)]
     places = [np.zeros((0, 2), np.int64)]
     account = documents.account
-    for index, unit in enumerate(spec.units):
-        if unit.packed:
-            assert read_packed is not None, "a packed unit needs its reader"
-            watch.lap("pack")
-            packed = read_packed(unit)
-            watch.lap("read")
-            account += _packed_account(packed, unit.source, len(settings.columns))
-            filled.append(take(packed, settings, unit.source, count + sum(map(len, places))))
-            row = np.arange(len(filled[-1].counts_R))
-            places.append(np.stack((np.full_like(row, index), row), axis=1))
+    for index, items in units_packed:
+        source = spec.units[index].source
+        watch.lap("pack")
+        [packed] = items
+        watch.lap("read")
+        account += _packed_account(packed, source, len(settings.columns))
+        filled.append(take(packed, settings, source, count + sum(map(len, places))))
+        row = np.arange(len(filled[-1].counts_R))
+        places.append(np.stack((np.full_like(row, index), row), axis=1))
     rows, prefix, piece_document_L = deal(filled, settings, window, documents.skipped)
     prefix = replace(prefix, account=account)
     assert conserved(prefix), f"window {window} must hold what was read: {account}, {prefix.at(prefix.rows)}"

@@ -1,9 +1,9 @@
 """A small GPT for the jobs: it shows that data arrives and that a resume is exact, not how to model language.
 
-Pre-norm blocks, rotary positions from ``position_ids``, tied embeddings. Attention is given to the model, since it is
-what keeps documents apart: here it is torch's own with a dense mask, as the others have no CPU kernel. Cost of forward
-and backward at the default sizes with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of it the
-output layer.
+Pre-norm blocks, rotary positions of any size from ``position_ids``, tied embeddings. Attention is given to the model,
+since it is what keeps documents apart: here it is torch's own with a dense mask, as the others have no CPU kernel. Cost
+of forward and backward at the default sizes with 8,192 ids, for 16 rows of 256 tokens: 0.43 s of one CPU core, most of
+it the output layer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ class GPTConfig:
 
     Args:
         vocab_size: V; ids are 0 to V - 1.
-        sequence_length: T, the longest row.
         num_heads: ``width`` is a multiple of twice this.
         width: features of a token.
         seed: of the initial weights; torch's global generator is neither read nor moved.
     """
 
     vocab_size: int
-    sequence_length: int
     num_layers: int = 2
     num_heads: int = 4
     width: int = 128
@@ -50,8 +48,6 @@ class GPT(nn.Module):
         ValueError: the width does not divide into heads.
     """
 
-    rotations: Tensor
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if config.width % (2 * config.num_heads):
@@ -64,8 +60,7 @@ class GPT(nn.Module):
             self.norm = nn.LayerNorm(config.width)
             for matrix in (weights for weights in self.parameters() if weights.ndim == 2):
                 nn.init.normal_(matrix, std=0.02)
-        table = _rotations(config.sequence_length, config.width // config.num_heads)
-        self.register_buffer("rotations", table, persistent=False)
+        self.head = config.width // config.num_heads
 
     def forward(self, inputs: Tensor, positions: Tensor, attend: Attend, labels: Tensor | None = None) -> Tensor:
         """Logits, or with labels the loss, for which only one row's logits are made at a time.
@@ -79,8 +74,8 @@ class GPT(nn.Module):
         Returns:
             [B, T, V], finite at padding too; or a scalar, the summed cross-entropy in nats.
         """
-        rotations = self.rotations[positions].unsqueeze(1)
         hidden, vocabulary = self.embedding(inputs), self.embedding.weight
+        rotations = _rotations(positions, self.head).to(hidden.dtype).unsqueeze(1)
         for block in self.blocks:
             hidden = block(hidden, rotations, attend)
         hidden = self.norm(hidden)
@@ -130,9 +125,9 @@ def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     return loss, int((batch.labels != IGNORE_INDEX).sum())
 
 
-def _rotations(sequence_length: int, head: int) -> Tensor:
-    """Cosine and sine by position and frequency, float32 [T, head / 2, 2]. Source: arXiv 2104.09864, section 3.4.2."""
-    angles = torch.outer(torch.arange(sequence_length), 10000.0 ** (-torch.arange(0, head, 2) / head))
+def _rotations(positions: Tensor, head: int) -> Tensor:
+    """Cosine and sine by frequency, float32 [B, T, head / 2, 2]. Source: arXiv 2104.09864, section 3.4.2."""
+    angles = positions.unsqueeze(-1) * 10000.0 ** (-torch.arange(0, head, 2, device=positions.device) / head)
     return torch.stack((angles.cos(), angles.sin()), -1)
 
 

@@ -35,9 +35,7 @@ def train(settings: dict[str, Any]) -> None:
     log = send_log(settings["mailbox"])
     config = ingest.IngestConfig.from_dict(settings["config"])
     loader = ingest.train_loader(config)
-    length = config.packing.sequence_length
-    sizes = GPTConfig(vocab_size=loader.run.tokenizer.vocab_size, sequence_length=length)
-    model = spread(GPT(sizes), settings["parallel"])
+    model = spread(GPT(GPTConfig(vocab_size=loader.run.tokenizer.vocab_size)), settings["parallel"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     ingest.restore_checkpoint(loader, model, optimizer, schedule)

@@ -1,3 +1,4 @@
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +12,10 @@ from ingest.errors import ConfigError
 from ingest.slab import Rows
 
 
-def rows_of(tokens, segments, dtype=np.uint16):
+def rows_of(tokens, segments, dtype=np.uint16, starts=()):
     lengths = np.array([length for row in segments for length in row], dtype=np.int32)
-    return Rows(np.array(tokens, dtype=dtype), lengths, np.array([len(row) for row in segments], dtype=np.int32))
+    counts = np.array([len(row) for row in segments], dtype=np.int32)
+    return Rows(np.array(tokens, dtype=dtype), lengths, counts, np.array(starts, dtype=np.int32))
 
 
 def lists(batch):
@@ -37,13 +39,14 @@ def slow_reference(rows):
         iter(rows.lengths_L.tolist()),
     )
     out = {name: [] for name in ("input_ids", "labels", "position_ids", "document_ids")}
-    starts = []
+    starts, origins = [], iter(rows.starts_L.tolist() or [0] * len(rows.lengths_L))
     for row in range(num_rows):
         owner, offset = [-1] * columns, [0] * columns
         column = 0
         for document in range(rows.counts_B[row]):
+            origin = next(origins)
             for place in range(next(lengths)):
-                owner[column], offset[column] = document, place
+                owner[column], offset[column] = document, origin + place
                 column += 1
         last = columns - 1
         labelled = [owner[t] >= 0 and owner[t] == owner[t + 1] and not masked[row][t + 1] for t in range(last)]
@@ -70,7 +73,9 @@ def any_rows(draw):
         segments.append([b - a for a, b in pairwise(bounds)])
     dtype = draw(st.sampled_from([np.uint16, np.uint32]))
     ids = st.lists(st.integers(0, np.iinfo(dtype).max), min_size=columns, max_size=columns)
-    return rows_of(draw(st.lists(ids, min_size=num_rows, max_size=num_rows)), segments, dtype)
+    count = sum(map(len, segments)) * draw(st.booleans())
+    starts = draw(st.lists(st.integers(0, 2**31 - 100), min_size=count, max_size=count))
+    return rows_of(draw(st.lists(ids, min_size=num_rows, max_size=num_rows)), segments, dtype, starts)
 
 
 def test_two_documents_and_padding_give_these_tensors():
@@ -97,6 +102,19 @@ def test_a_document_cut_at_the_row_end_keeps_its_label():
         "max_seqlen": 3,
         "num_tokens": 6,
     }
+
+
+def test_where_positions_continue_a_cut_document_counts_on_and_nothing_else_changes():
+    rows = rows_of([[5, 6, 7, 8], [8, 9, 4, 9], [7, 9, 3, 0]], [[4], [2, 2], [1, 2]], starts=[0, 3, 0, 70_000, 6])
+    batch = Batch.from_rows(rows, position=None)
+    assert batch.position_ids.tolist() == [[0, 1, 2], [3, 4, 0], [70_000, 6, 7]]
+    restarted = lists(Batch.from_rows(dataclasses.replace(rows, starts_L=rows.starts_L[:0]), position=None))
+    assert lists(batch) | {"position_ids": restarted["position_ids"]} == restarted
+
+
+def test_padding_has_position_0_where_positions_continue():
+    batch = Batch.from_rows(rows_of([[5, 9, 0, 0], [0, 0, 0, 0]], [[2], []], starts=[8]), position=None)
+    assert batch.position_ids.tolist() == [[8, 9, 0], [0, 0, 0]]
 
 
 def test_a_document_that_ends_exactly_at_the_row_end_has_no_label_there():
@@ -184,7 +202,12 @@ def test_a_micro_batch_equals_the_batch_of_its_rows_alone(rows, data):
     size = data.draw(st.sampled_from([n for n in range(1, num_rows + 1) if num_rows % n == 0]))
     first_L = np.concatenate([[0], rows.counts_B.cumsum()])
     alone = [
-        Rows(rows.tokens_BX[b : b + size], rows.lengths_L[first_L[b] : first_L[b + size]], rows.counts_B[b : b + size])
+        Rows(
+            rows.tokens_BX[b : b + size],
+            rows.lengths_L[first_L[b] : first_L[b + size]],
+            rows.counts_B[b : b + size],
+            rows.starts_L[first_L[b] : first_L[b + size]],
+        )
         for b in range(0, num_rows, size)
     ]
     micros = list(Batch.from_rows(rows, position=None).split(size))
@@ -213,8 +236,9 @@ def test_a_micro_batch_size_that_does_not_divide_is_refused_at_once(rows):
         Rows(np.zeros((1, 3), np.uint16), np.array([2, 0], np.int32), np.array([2], np.int32)),
         Rows(np.zeros((1, 3), np.uint16), np.array([2, 1], np.int32), np.array([1], np.int32)),
         Rows(np.zeros((1, 3), np.int64), np.array([2], np.int32), np.array([1], np.int32)),
+        Rows(np.zeros((1, 3), np.uint16), np.array([1, 1], np.int32), np.array([2], np.int32), np.zeros(1, np.int32)),
     ],
-    ids=["longer than the row", "an empty segment", "more segments than counted", "wide ids"],
+    ids=["longer than the row", "an empty segment", "more segments than counted", "wide ids", "fewer starts"],
 )
 def test_rows_that_break_the_contract_are_refused(rows):
     with pytest.raises(AssertionError):

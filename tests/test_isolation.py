@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers.masking_utils import find_packed_sequence_indices
 
 import ingest
 from ingest.batch import Batch
+from ingest.best_fit import best_fit
+from ingest.packing import concat
 from ingest.slab import Rows
 from jobs.model import GPT, GPTConfig
 
@@ -28,12 +31,13 @@ PADDED_TO = 12
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
 
-def batch_of(*rows, length=PADDED_TO):
+def batch_of(*rows, length=PADDED_TO, starts=()):
     """Each row a list of documents, padded with zeros to ``length`` tokens and the look-ahead."""
     tokens = [[token for document in row for token in document] for row in rows]
     tokens = np.array([row + [0] * (length + 1 - len(row)) for row in tokens], np.uint16)
     lengths = np.array([len(document) for row in rows for document in row], np.int32)
-    return Batch.from_rows(Rows(tokens, lengths, np.array([len(row) for row in rows], np.int32)), position=None)
+    counts, starts = np.array([len(row) for row in rows], np.int32), np.array(starts, np.int32)
+    return Batch.from_rows(Rows(tokens, lengths, counts, starts), position=None)
 
 
 def by_eager_mask(batch):
@@ -85,7 +89,7 @@ EVERY = [*WITH_GRADIENTS, by_block_mask]  # FlexAttention refuses gradients on a
 @pytest.fixture(scope="module")
 def gpt():
     """In float64, with weights large enough that every input shows in the logits."""
-    model = GPT(GPTConfig(vocab_size=16, sequence_length=64, num_layers=2, num_heads=2, width=16)).double()
+    model = GPT(GPTConfig(vocab_size=16, num_layers=2, num_heads=2, width=16)).double()
     with torch.no_grad():
         for weights in model.parameters():
             weights.mul_(10 if weights.ndim == 2 else 1)
@@ -130,6 +134,20 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(gpt, attention):
         end = begin + len(document)
         torch.testing.assert_close(packed[row, begin:end], alone, rtol=0, atol=1e-10)
     assert bool(packed.isfinite().all())
+
+
+CONTINUED = {"starts": [24, 0, 48]}
+"""The first document goes on in this row, and so does the third, whose rest stands behind a whole one."""
+
+
+@pytest.mark.parametrize("attention", EVERY)
+def test_documents_that_continue_stay_apart_and_rotary_logits_are_those_of_positions_that_restart(gpt, attention):
+    one = logits_of(gpt, batch_of([FIRST, SECOND, THIRD], **CONTINUED), attention)
+    other = logits_of(gpt, batch_of([OTHER, SECOND, THIRD], **CONTINUED), attention)
+    assert torch.equal(one[:, 3:], other[:, 3:])
+    assert not torch.allclose(one[:, :3], other[:, :3])
+    restarted = logits_of(gpt, batch_of([FIRST, SECOND, THIRD]), attention)
+    torch.testing.assert_close(one, restarted, rtol=0, atol=1e-3)  # angles are float32
 
 
 def loss_of(model, batch, attention):
@@ -309,6 +327,35 @@ def test_in_a_llama_document_2_does_not_move_when_document_1_changes(implementat
     assert torch.equal(one[1], other[1])
     assert not torch.allclose(one[0, :3], other[0, :3])
     assert bool(one.isfinite().all())
+
+
+@pytest.mark.parametrize("implementation", [*IN_TRANSFORMERS, FLEX])
+def test_in_a_llama_documents_that_continue_stay_apart(implementation):
+    model = llama(implementation)
+    one = logits_in_transformers(model, batch_of([FIRST, SECOND, THIRD], **CONTINUED))
+    other = logits_in_transformers(model, batch_of([OTHER, SECOND, THIRD], **CONTINUED))
+    assert torch.equal(one[0, 3:10], other[0, 3:10])
+    assert not torch.allclose(one[0, :3], other[0, :3])
+    restarted = logits_in_transformers(model, batch_of([FIRST, SECOND, THIRD]))
+    torch.testing.assert_close(one[0, :10], restarted[0, :10], rtol=0, atol=1e-2)  # all in float32
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.integers(2, 16),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([concat, best_fit]),
+)
+@settings(max_examples=100)
+def test_transformers_finds_the_documents_by_positions_that_continue(lengths, length, lanes, pack):
+    packing = pack(np.array(lengths), length, lanes)
+    tokens = np.zeros((len(packing.counts_R), length + 1), np.uint16)
+    pieces = (array.astype(np.int32) for array in (packing.length_L, packing.counts_R, packing.start_L))
+    batch = Batch.from_rows(Rows(tokens, *pieces), position=None)
+    found = find_packed_sequence_indices(batch.position_ids)
+    found = torch.zeros_like(batch.position_ids) if found is None else found
+    real = batch.document_ids >= 0
+    assert torch.equal(found[real], batch.document_ids[real])
 
 
 @torch.no_grad()

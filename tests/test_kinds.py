@@ -141,6 +141,19 @@ def test_the_windows_of_a_masked_source_survive_packing(tmp_path: Path) -> None:
     assert masked[0] == masked[1] != []
 
 
+def test_rows_packed_in_16_bits_stand_beside_a_source_that_masks(tmp_path: Path) -> None:
+    run = packing_run(prepared(tmp_path, "text", epochs=1))
+    figures = pack(made(run), run.packed_format, run.storage, str(tmp_path / "out"), lanes=4)
+    packed, masked = {"name": "packed", "path": "out"}, {"name": "messages", **write_kinds(tmp_path, TEXTS)["messages"]}
+    both = prepared(tmp_path, "text", sources=[packed, masked], epochs=1)
+    assert (run.packed_format.token_dtype, str(both.token_dtype)) == ("uint16", "uint32")
+    alone = prepared(tmp_path, "text", sources=[masked], epochs=1)
+    counts = made(both)[-1].position.counts
+    assert counts.source_tokens == (figures["tokens"], made(alone)[-1].position.tokens)
+    wide = [row.tolist() for step in made(both) for row in step.rows.tokens_BX if not (row >= NO_LABEL_BIT).any()]
+    assert all(step.rows.tokens_BX[0].tolist() in wide for step in made(run))
+
+
 def test_packed_files_with_settings_of_another_kind_are_refused(tmp_path: Path) -> None:
     run = packing_run(prepared(tmp_path, "messages", epochs=1))
     pack(made(run), run.packed_format, run.storage, str(tmp_path / "out"), lanes=4)

@@ -16,7 +16,7 @@ from ingest.slab import Rows
 from jobs.model import GPT, GPTConfig, loss_sum
 from jobs.step import micro_rows, train_step
 
-SMALL = GPTConfig(vocab_size=32, sequence_length=8, num_layers=2, num_heads=2, width=16)
+SMALL = GPTConfig(vocab_size=32, num_layers=2, num_heads=2, width=16)
 
 
 def batch_of(tokens, segments):
@@ -117,7 +117,7 @@ def test_one_seed_gives_one_model_and_leaves_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     again = GPT(SMALL)
-    other = GPT(GPTConfig(vocab_size=32, sequence_length=8, num_layers=2, num_heads=2, width=16, seed=1))
+    other = GPT(GPTConfig(vocab_size=32, num_layers=2, num_heads=2, width=16, seed=1))
     pairs = list(zip(one.state_dict().values(), again.state_dict().values(), strict=True))
     assert all(torch.equal(first, second) for first, second in pairs)
     assert not torch.equal(one.embedding.weight, other.embedding.weight)
@@ -144,7 +144,7 @@ def test_a_few_steps_learn_a_row_by_heart():
 
 def test_a_width_that_does_not_divide_into_heads_is_refused():
     with pytest.raises(ValueError, match="multiple of twice num_heads; got 20 and 4: set width to 128"):
-        GPT(GPTConfig(vocab_size=32, sequence_length=8, num_heads=4, width=20))
+        GPT(GPTConfig(vocab_size=32, num_heads=4, width=20))
 
 
 UNEQUAL = [  # by step and rank: 8 labels and 1, then 3 and none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -36,7 +37,6 @@ from tests.tiny import EOS, Tiny, encode
 
 CORPUS = ((("a", "bb", "ccc"), ("dddd", "", "eeeee", None), ("f" * 12, "g", "h", "i", "j")),)
 FORM = PackedFormat(8, "uint16", "0" * 64, "<|endoftext|>", "concat")
-T8 = (8, "uint16")
 LOCAL = Storage()
 
 
@@ -153,7 +153,7 @@ def test_files_of_the_same_size_with_other_tokens_have_another_footer(tmp_path: 
 
 def test_what_was_written_is_read_in_place(tmp_path: Path) -> None:
     write(tmp_path)
-    packed = read_packed(LOCAL, str(tmp_path / "packed-00000.parquet"), 0, T8)
+    packed = read_packed(LOCAL, str(tmp_path / "packed-00000.parquet"), 0, 8)
     owner = packed.rows.tokens_BX
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -183,10 +183,46 @@ def with_rows(**values) -> PackedRows:
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
-    again = read_packed(LOCAL, store(tmp_path / "a.parquet", GOOD), 0, T8)
+    again = read_packed(LOCAL, store(tmp_path / "a.parquet", GOOD), 0, 8)
     assert again.hash() == GOOD.hash()
     assert again.rows.counts_B.tolist() == [2, 1]
     assert (again.input_tokens_B.tolist(), again.documents_B.tolist()) == ([8, 4], [1, 1])
+
+
+CONTINUED = with_rows(starts_L=[7, 0, 0])
+CONTINUE = replace(FORM, position_ids="continue")
+
+
+def test_starts_survive_the_file_and_belong_to_its_hash(tmp_path: Path) -> None:
+    assert CONTINUE.schema.names == [*FORM.schema.names, "starts"]
+    again = read_packed(LOCAL, store(tmp_path / "a.parquet", CONTINUED, form=CONTINUE), 0, 8)
+    assert again.rows.starts_L.tolist() == [7, 0, 0]
+    assert again.hash() == CONTINUED.hash() != GOOD.hash()
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        ([0, 0, 0], "row 0: documents must be the pieces that start at 0; got 1"),
+        ([7, 9, 0], "row 0: documents must be the pieces that start at 0; got 1"),
+        ([-7, 0, 0], "row 0: the number of starts below 0 must be 0; got 1"),
+    ],
+)
+def test_a_row_whose_starts_break_a_rule_is_named(tmp_path: Path, starts: list[int], reason: str) -> None:
+    path = store(tmp_path / "a.parquet", with_rows(starts_L=starts), form=CONTINUE)
+    with pytest.raises(DataError, match=rf"a\.parquet: row group 0, {reason}: run `ingest pack` again"):
+        read_packed(LOCAL, path, 0, 8)
+
+
+def test_a_row_with_fewer_starts_than_pieces_is_named(tmp_path: Path) -> None:
+    table = CONTINUED.to_table(CONTINUE.schema)
+    starts = pa.array([bytes(8), bytes(8)], pa.binary())
+    table = table.set_column(table.schema.get_field_index("starts"), CONTINUE.schema.field("starts"), starts)
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({HASHES_KEY: json.dumps(["0"])})
+    with pytest.raises(DataError, match=r"row 1: starts must be as many as lengths; got 2 and 1: run `ingest pack`"):
+        read_packed(LOCAL, str(tmp_path / "a.parquet"), 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +246,7 @@ def test_a_row_that_breaks_a_rule_is_named(tmp_path: Path, packed: PackedRows, r
     packed = replace(packed, documents_B=packed.documents_B.astype(np.int32))
     path = store(tmp_path / "a.parquet", packed)
     with pytest.raises(DataError, match=rf"a\.parquet: row group 0, {reason}: run `ingest pack` again"):
-        read_packed(LOCAL, path, 0, T8)
+        read_packed(LOCAL, path, 0, 8)
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -219,29 +255,30 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     place = data.index(GOOD.rows.tokens_BX.tobytes())
     path.write_bytes(data[: place + 7] + bytes([data[place + 7] ^ 1]) + data[place + 8 :])
     with pytest.raises(DataError, match=r"a\.parquet: row group 0 must hold what was packed; hash .* restore the file"):
-        read_packed(LOCAL, str(path), 0, T8)
+        read_packed(LOCAL, str(path), 0, 8)
 
 
 @pytest.mark.parametrize(
-    ("row_group", "hashes", "form", "reason"),
+    ("row_group", "hashes", "sequence_length", "reason"),
     [
-        (1, None, T8, r"a\.parquet has 1 row groups and 1 hashes; got 1: run `ingest index` again"),
-        (0, [], T8, r"has 1 row groups and 0 hashes; got 0"),
-        (0, {}, T8, r"has 1 row groups and 0 hashes; got 0"),
-        (0, None, (9, "uint16"), r"row group 0 must hold rows of 10 tokens of uint16; got fixed_size_binary\[18\]"),
-        (0, None, (8, "uint32"), r"row group 0 must hold rows of 9 tokens of uint32; got fixed_size_binary\[18\]"),
+        (1, None, 8, r"a\.parquet has 1 row groups and 1 hashes; got 1: run `ingest index` again"),
+        (0, [], 8, r"has 1 row groups and 0 hashes; got 0"),
+        (0, {}, 8, r"has 1 row groups and 0 hashes; got 0"),
+        (0, None, 9, r"a\.parquet must hold rows of 9 tokens; got rows of 8: run `ingest index` again"),
     ],
 )
-def test_a_row_group_that_is_not_what_was_asked_for_is_refused(tmp_path, row_group, hashes, form, reason) -> None:
+def test_a_row_group_that_is_not_what_was_asked_for_is_refused(
+    tmp_path, row_group, hashes, sequence_length, reason
+) -> None:
     path = store(tmp_path / "a.parquet", GOOD, hashes)
     with pytest.raises(DataError, match=reason):
-        read_packed(LOCAL, path, row_group, form)
+        read_packed(LOCAL, path, row_group, sequence_length)
 
 
 def test_a_file_that_changed_since_the_manifest_is_refused(tmp_path: Path) -> None:
     path = store(tmp_path / "a.parquet", GOOD)
     with pytest.raises(DataError, match=r"changed since the manifest was made; footer hash was 0, is"):
-        read_packed(LOCAL, path, 0, T8, (Path(path).stat().st_size, "0"))
+        read_packed(LOCAL, path, 0, 8, (Path(path).stat().st_size, "0"))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +287,8 @@ def test_a_file_that_changed_since_the_manifest_is_refused(tmp_path: Path) -> No
         ({**FORM.to_plain(), "version": 2}, None, "must be packed in version 1; got 2"),
         ({"version": 1}, None, "must say how it was packed; KeyError, 'sequence_length'"),
         ({**FORM.to_plain(), "version": 1, "token_dtype": "int8"}, None, "must say how it was packed; ValueError"),
+        ({**FORM.to_plain(), "version": 1, "position_ids": "jump"}, None, "must say how it was packed; ValueError"),
+        ({**FORM.to_plain(), "version": 1, "position_ids": "continue"}, None, "must have a column starts of binary"),
         ([], None, "must say how it was packed; TypeError"),
         (
             {**FORM.to_plain(), "version": 1, "sequence_length": 9},
@@ -296,6 +335,28 @@ def mixed(shuffle: bool, lanes: int = 4):
     settings = WindowSettings(("text", ""), 8, lanes, 0, shuffle, EOS, "uint16")
     read = lambda unit, column: iter([pa.array(["abcdefg", None, "hi"], pa.large_string())])  # noqa: E731
     return make_window(spec, settings, Text(encode), read, lambda unit: UNITS[unit.row_group])
+
+
+def test_the_next_packed_units_are_read_while_the_first_is_still_on_its_way() -> None:
+    units = tuple(UnitSpec(0, 0, "p", number % 2, 0, "", packed=True) for number in range(6))
+    spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),)), units, True)
+    together = threading.Barrier(2, timeout=20)
+
+    def read(unit: UnitSpec) -> PackedRows:
+        together.wait()  # which one reader alone would never pass
+        return UNITS[unit.row_group]
+
+    window = make_window(spec, WindowSettings(("",), 8, 1, 0, False, EOS, "uint16"), Text(encode), None, read)
+    assert window.rows.tokens_BX[:, 0].tolist() == [10, 11, 12, 20, 21] * 3
+
+
+def test_a_packed_unit_that_cannot_be_read_ends_the_window_with_its_error() -> None:
+    def read(unit: UnitSpec) -> PackedRows:
+        raise DataError(f"{unit.path} must hold rows; got none: restore it")
+
+    spec = WindowSpec(Cursors(0, (SourceCursor(0, 0, 0),)), (UnitSpec(0, 0, "p", 0, 0, "", packed=True),), True)
+    with pytest.raises(DataError, match="p must hold rows; got none: restore it"):
+        make_window(spec, WindowSettings(("",), 8, 1, 0, False, EOS, "uint16"), Text(encode), None, read)
 
 
 def first_tokens(window) -> list[list[int]]:
@@ -488,6 +549,42 @@ def test_packed_rows_cannot_be_skipped_and_packed_files_can(sample: Path, tmp_pa
     (skipped,) = Run.prepare(IngestConfig.from_dict(settings)).start().counts.account.skips
     assert skipped.path == str(tmp_path / "rows/packed-00001.parquet")
     assert skipped.reason.startswith("must be a Parquet file; its end is missing, so it is truncated")
+
+
+@pytest.fixture(scope="module")
+def counting(sample: Path) -> Path:
+    """A run over the same text whose positions continue, in ``counting.yaml``, and the same packed, in ``on.yaml``."""
+    packing = {"sequence_length": 16, "strategy": "best_fit", "position_ids": "continue"}
+    settings = IngestConfig.from_yaml(sample / "run.yaml").to_dict() | {"packing": packing}
+    pack_without_ray(IngestConfig.from_dict(settings), sample / "on")
+    write_config(sample / "counting.yaml", **settings)
+    write_config(sample / "on.yaml", **(settings | {"sources": [{"name": "rows", "path": "on"}]}))
+    return sample
+
+
+def test_packed_rows_continue_as_the_stream_that_was_packed(counting: Path) -> None:
+    def rows(found: list[Step]) -> Counter:
+        rows = (step.rows.slice(i, i + 1) for step in found for i in np.flatnonzero(step.rows.counts_B))
+        return Counter((row.tokens_BX.tobytes(), tuple(row.starts_L.tolist())) for row in rows)
+
+    text, found = (
+        Run.prepare(IngestConfig.from_yaml(counting / "counting.yaml")),
+        steps_without_ray(counting / "on.yaml"),
+    )
+    assert rows(found) == rows(steps_without_ray(packing_run(text).config))
+    assert sum(starts[0] >= 16 for _, starts in rows(found)) > 20
+    assert any(len(starts) > 1 and starts[-1] for _, starts in rows(found))
+    assert rest(counting / "on.yaml", found, 5) == lines_of(found[5:], found[4].position)
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "file", "run"), [("on", "rows", "restart", "continue"), ("packed", "on", "continue", "restart")]
+)
+def test_rows_packed_with_other_positions_are_refused(counting: Path, config, path, file, run) -> None:
+    settings = IngestConfig.from_yaml(counting / f"{config}.yaml").to_dict()
+    settings["sources"] = [{"name": "rows", "path": str(counting / path)}]
+    with pytest.raises(ConfigError, match=rf"position_ids is {file} in the file and {run} in the settings: set what"):
+        Run.prepare(IngestConfig.from_dict(settings))
 
 
 def test_packed_data_is_packed_again_row_by_row(sample: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ingest.config import IngestConfig
-from ingest.documents import UnitTexts, tokenize
+from ingest.documents import tokenize, unit_texts
 from ingest.errors import ConfigError, DataError, IngestError, ResumeError, StorageError
 from ingest.lanes import Lanes, steps
 from ingest.metrics import Stopwatch
@@ -148,6 +148,8 @@ def test_a_fingerprint_is_plain_values_that_a_position_takes(folder: Path) -> No
     [
         ({"packing__sequence_length": 16}, ["packing.sequence_length"]),
         ({"packing__strategy": "best_fit"}, ["packing.strategy"]),
+        ({"packing__position_ids": "continue"}, ["packing.position_ids"]),
+        ({"packing__position_ids": "restart"}, []),
         ({"shuffle__seed": 1}, ["shuffle.seed"]),
         ({"shuffle__enabled": False}, ["shuffle.enabled"]),
         ({"shuffle__window_tokens": 61}, ["shuffle.window_tokens"]),
@@ -321,7 +323,7 @@ def test_each_source_is_read_by_its_own_text_column(folder: Path) -> None:
     run = run_of(folder, sources__1__text_column="body")
     text, settings = "", run.maker.settings
     for spec in run.specs(run.plan.start()):
-        units = UnitTexts(spec, settings, run.maker._read)
+        units = unit_texts(spec, settings, run.maker._read)
         text += run.tokenizer.decode(tokenize(spec, settings, run.maker._encode, units, Stopwatch()).tokens)
     assert text.count("the mat<|endoftext|>") == 2
     assert text.count("the cat<|endoftext|>") == 1

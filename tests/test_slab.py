@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -107,6 +108,17 @@ def test_a_row_in_the_middle_of_a_larger_table_is_read_where_it_lies() -> None:
 def test_a_block_that_is_not_exactly_one_slab_is_refused(table: pa.Table) -> None:
     with pytest.raises(OrderError, match=rf"a block must be one slab; got {table.num_rows} rows of \["):
         Slab.from_table(table)
+
+
+def test_starts_survive_the_table_and_belong_to_the_digest_behind_each_length() -> None:
+    rows = replace(SLAB.rows, starts_L=np.array([0, 70_000, 0], np.int32))
+    back = Slab.from_table(replace(SLAB, rows=rows).to_table()).rows
+    assert back.starts_L.tolist() == [0, 70_000, 0]
+    assert back.slice(1, 2).starts_L.tolist() == [70_000, 0]
+    assert Rows.concatenate([back.slice(1, 2), back.slice(0, 1)]).starts_L.tolist() == [70_000, 0, 0]
+    content = np.array([4, 5, 256], "<u2").tobytes() + np.array([1, 70_000, 2, 0], "<i4").tobytes()
+    [digest] = row_digests(rows.slice(1, 2), np.array([7]), np.array([5])).tolist()
+    assert digest == xxhash.xxh3_64_intdigest(content, seed=(7 << 32) + 5)
 
 
 def test_golden_digests() -> None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.config import IngestConfig
-from ingest.lanes import step_digest
+from ingest.lanes import Step, step_digest
 from ingest.pack import pack, packing_run
 from ingest.packing import Strategy
 from ingest.position import Position
@@ -126,6 +127,54 @@ def test_every_token_is_trained_once_and_cuts_are_counted(strategy, corpus, leng
     assert not expected
     last = [step.position for step in run.steps()][-1:]
     assert [position.tokens for position in last] == [tokens][: len(last)]
+
+
+@both
+@settings(max_examples=40)
+@given(corpora, st.integers(2, 12), st.sampled_from([1, 2, 4]), st.booleans(), st.integers(1, 200))
+def test_where_positions_continue_each_piece_knows_where_in_its_document_it_begins(
+    strategy, corpus, length, lanes, shuffle, size
+) -> None:
+    run = Tiny(corpus, length, lanes, lanes, shuffle=shuffle, window_tokens=size, strategy=strategy)
+    on = replace(run, position_ids="continue")
+    for window, restarted in zip(on.windows(), run.windows(), strict=True):
+        assert len(restarted.rows.starts_L) == 0
+        assert pieces(window.rows) == pieces(restarted.rows)
+        where = zip(window.piece_document_L.tolist(), window.rows.starts_L.tolist(), pieces(window.rows), strict=True)
+        for document, start, tokens in where:
+            unit, row = document_address(window, document)
+            whole = encode([corpus[unit.source][unit.row_group][row]])[0].tolist()
+            assert whole[start : start + len(tokens)] == tokens
+
+
+@both
+def test_starts_survive_slabs_steps_and_a_resume_at_every_world_size(strategy) -> None:
+    run = tiny(strategy, window_tokens=60, position_ids="continue")
+    whole = list(run.steps())
+    assert max(step.rows.starts_L.max(initial=0) for step in whole) >= 32
+    for saved in (run.start(), whole[2].position):
+        for world_size in (1, 2, 4):
+            ranks = [list(run.steps(saved, rank, world_size)) for rank in range(world_size)]
+            for one, *several in zip(whole[saved.step :], *ranks, strict=True):
+                assert sorted(started for step in several for started in starts_of(step)) == starts_of(one)
+                before = whole[one.position.step - 2].position if one.position.step > 1 else run.start()
+                digest = (one.position.counts.digest - before.counts.digest) % 2**64
+                assert sum(map(step_digest, several)) % 2**64 == digest
+
+
+def starts_of(step: Step) -> list[tuple[int, int, list[int]]]:
+    """Window, row and the starts of its pieces."""
+    rows = [step.rows.slice(i, i + 1).starts_L.tolist() for i in range(len(step.rows))]
+    return sorted(zip(step.window_B.tolist(), step.index_B.tolist(), rows, strict=True))
+
+
+@both
+def test_a_start_that_is_another_one_shows_in_the_digest(strategy) -> None:
+    on, restarted = (list(tiny(strategy, position_ids=name).steps()) for name in ("continue", "restart"))
+    assert {step.position.digest for step in on}.isdisjoint(step.position.digest for step in restarted)
+    step = next(step for step in on if step.rows.starts_L.any())
+    moved = replace(step.rows, starts_L=step.rows.starts_L + np.int32(1))
+    assert step_digest(step._replace(rows=moved)) != step_digest(step)
 
 
 def test_best_fit_cuts_only_what_is_too_long_where_concat_cuts_most() -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ingest.encoding import Text
 from ingest.lanes import Lanes, Step, steps
-from ingest.packing import Strategy
+from ingest.packing import PositionIds, Strategy
 from ingest.plan import Cursors, Plan, PlanSource
 from ingest.position import Position
 from ingest.slab import Slab
@@ -47,13 +47,13 @@ class Tiny:
     total_tokens: int | None = None
     weights: tuple[int, ...] | None = None
     strategy: Strategy = "concat"
+    position_ids: PositionIds = "restart"
 
     @property
     def settings(self) -> WindowSettings:
         columns = ("text",) * len(self.corpus)
-        return WindowSettings(
-            columns, self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16", self.strategy
-        )
+        how = (self.sequence_length, self.lanes, self.seed, self.shuffle, EOS, "uint16", self.strategy)
+        return WindowSettings(columns, *how, position_ids=self.position_ids)
 
     @cached_property
     def plan(self) -> Plan:
