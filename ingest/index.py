@@ -24,8 +24,9 @@ from ingest.columns import Columns, Filtered, documents
 from ingest.documents import Encode as EncodeRows
 from ingest.documents import encode_rows as encoded
 from ingest.errors import DataError
+from ingest.footer import read_footer, require_bounds
 from ingest.packed import SUMMARY, PackedFormat, packed_format, tokens_column
-from ingest.parquet import find_columns, read_documents, read_footer
+from ingest.parquet import find_columns, read_documents
 from ingest.source import FileEntry, SourceManifest
 from ingest.sources import SourceConfig
 from ingest.spec import UnitSpec
@@ -204,8 +205,9 @@ def index_file(storage: Storage, file: FileInfo, columns: Columns) -> _Indexed:
     full = [(number, group) for number, group in groups if group.num_rows]
     numbers = [number for number, _ in full]
     chosen = columns.filter if packed is None else None
-    read = leaves + (chosen.leaves(footer.metadata, file.path) if chosen else [])
-    of_groups = column_chunks(footer.metadata, numbers, read, file.path, footer.size_bytes)
+    asked = chosen.leaves(footer.metadata, file.path) if chosen else []
+    of_groups = column_chunks(footer.metadata, numbers, leaves + asked, file.path, footer.size_bytes)
+    require_bounds(footer, asked, file.path)
     out = chosen.excluded(footer.metadata, numbers) if chosen else set()  # of these no row counts
     return _Indexed(
         entry,

@@ -35,8 +35,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ingest.errors import ConfigError, DataError
+from ingest.footer import verified
 from ingest.packing import PositionIds
-from ingest.parquet import decoding, verified
+from ingest.parquet import decoding
 from ingest.slab import IntArray, Rows
 from ingest.storage import Storage
 

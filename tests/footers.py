@@ -14,7 +14,7 @@ TRUE, FALSE, BYTE, BINARY, LIST, STRUCT = 1, 2, 3, 8, 9, 12
 
 ROWS, GROUPS = 3, 4  # of the file
 CHUNKS, GROUP_ROWS = 1, 3  # of a row group
-VALUES, RAW_BYTES, BYTES, PAGE, DICTIONARY, STATISTICS = 5, 6, 7, 9, 11, 12  # of a chunk
+TYPE, VALUES, RAW_BYTES, BYTES, PAGE, DICTIONARY, STATISTICS = 1, 5, 6, 7, 9, 11, 12  # of a chunk
 MAX_VALUE, MIN_VALUE = 5, 6  # of its statistics
 
 

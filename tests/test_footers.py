@@ -10,6 +10,7 @@ from ingest.columns import Columns
 from ingest.errors import DataError
 from ingest.index import index_file
 from ingest.parquet import read_documents
+from ingest.sources import SourceConfig
 from ingest.storage import FileInfo, Storage
 from tests.footers import (
     BYTES,
@@ -23,6 +24,7 @@ from tests.footers import (
     RAW_BYTES,
     ROWS,
     STATISTICS,
+    TYPE,
     VALUES,
     alter,
     chunk,
@@ -169,3 +171,50 @@ def test_a_file_without_columns_or_with_two_of_one_name_is_refused_by_name(tmp_p
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet must have one column text; got 2: rename the others"):
         read(tmp_path / "b.parquet")
+
+
+def bounds(number: int):
+    """A change of the bounds of the second column to so many bytes."""
+
+    def change(footer: dict) -> None:
+        found = chunk(footer, column=1)[STATISTICS][1]
+        for field in (1, 2):  # the older pair, which some readers prefer
+            found.pop(field, None)
+        found[MAX_VALUE][1] = found[MIN_VALUE][1] = b"\1" * number
+
+    return change
+
+
+def another_type(footer: dict) -> None:
+    chunk(footer, column=1)[TYPE][1] ^= 3
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "fits"),
+    [
+        (pa.array(range(40)), bounds(8), True),
+        (pa.array(range(40)), bounds(7), False),
+        (pa.array(range(40)), bounds(0), False),
+        (pa.array(range(40), pa.int32()), bounds(3), False),
+        (pa.array(map(float, range(40))), bounds(4), False),
+        (pa.array([True, False] * 20), bounds(0), False),
+        (pa.array([b"ab"] * 40, pa.binary(2)), bounds(1), False),
+        (pa.array(["ab"] * 40), bounds(0), True),
+        (pa.array(range(40)), another_type, False),
+    ],
+)
+def test_statistics_that_do_not_fit_the_column_of_a_filter_are_refused_and_end_no_process(
+    tmp_path, values, change, fits
+):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": WORDS, "kind": values}), path)
+    alter(path, change)
+    file, columns = FileInfo(str(path), 0, ""), SourceConfig(name="a", path="a", filter="kind is not None").columns
+    if fits:
+        assert index_file(Storage(), file, columns).rows == [40]
+    else:
+        with pytest.raises(
+            DataError, match=r"a\.parquet must have statistics that fit column kind of type [A-Z0-9_]+;"
+        ):
+            index_file(Storage(), file, columns)
+    assert read(path) == WORDS

@@ -15,10 +15,11 @@ import pyarrow.parquet.encryption as pe
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ingest.footer import read_footer
 
 from ingest.config import IngestConfig
 from ingest.errors import DataError
-from ingest.parquet import read_documents, read_footer, text_column
+from ingest.parquet import read_documents, text_column
 from ingest.run import Run
 from ingest.storage import Storage
 from tests.conftest import ROOT, steps_without_ray, texts, write_config

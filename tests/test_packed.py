@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ingest.footer import read_footer
 
 from ingest.cli import main
 from ingest.config import IngestConfig, StorageConfig
@@ -25,7 +26,6 @@ from ingest.lanes import Lanes, Step, step_digest, steps
 from ingest.manifest import Manifest
 from ingest.pack import pack, packing_run
 from ingest.packed import FORMAT_KEY, HASHES_KEY, PackedFormat, PackedRows, packed_format, read_packed
-from ingest.parquet import read_footer
 from ingest.plan import Cursors, SourceCursor
 from ingest.run import Run
 from ingest.slab import Rows
