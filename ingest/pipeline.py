@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import pickle
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -33,21 +31,18 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ingest.actor import MAX_DEATHS, Actor
 from ingest.cluster import require_memory, require_resources
-from ingest.errors import DataError, IngestError, ResourceError
-from ingest.metrics import Stopwatch
+from ingest.errors import IngestError, ResourceError
 from ingest.plan import Cursors
 from ingest.readahead import ReadAhead
-from ingest.run import Maker, Run
+from ingest.run import Run
 from ingest.slab import Slab
 from ingest.spec import WindowSpec
-from ingest.stall import WARN_S, watched
-from ingest.turns import Turns
-from ingest.window import Window
+from ingest.stall import WARN_S
 
 EARLY_WINDOWS = 16  # before the end of a leg the next one starts: actors take seconds, where CPUs are free for them
 LEG_WINDOWS = 512  # 0.7 s of planning; 4 billion tokens at the default window
-MAX_DEATHS = 5  # of actors that made one window; Ray would start new ones for ever
 ANSWER_S = 10.0  # for the server to say what stands still
 CALLS_PER_ACTOR = 2  # one window is tokenized while the next one's bytes arrive and the last one's slabs leave
 
@@ -74,66 +69,6 @@ def _read_task(spec: bytes) -> ReadTask:
 
     metadata = BlockMetadata(num_rows=1, size_bytes=len(spec), input_files=None, exec_stats=None, task_exec_stats=None)
     return ReadTask(read, metadata)
-
-
-class _Actor:
-    """Makes the windows it is given, one at a time, while the next one already reads; see ``turns.py``.
-
-    The tokenizer is loaded before there is work.
-    """
-
-    def __init__(self, maker: Maker, world_size: int, server: str, warn_s: float) -> None:
-        self._maker = maker
-        self._server, self._warn_s = server, warn_s
-        self._world_size = world_size
-        self._turns = Turns()
-        self._turns.submit(-1, lambda: maker.tokenizer.encode([""]))
-        self._before = self._meters()
-
-    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        for pickled in block["spec"].to_pylist():
-            spec: WindowSpec = pickle.loads(pickled)  # noqa: S301 - made by _read_task
-            if ray.get_runtime_context().was_current_actor_reconstructed:
-                self._again(spec)
-            window, spent = self._make(spec)
-            for slab in window.slabs(self._world_size):
-                yield replace(slab, spent=spent).to_table()
-
-    def _again(self, spec: WindowSpec) -> None:
-        """Ends the run where windows end every actor that makes them, as memory that lacks or a decoder's fault may."""
-        files = list(dict.fromkeys(unit.path for unit in spec.units))
-        server: Any = ray.get_actor(self._server)
-        suspects = ray.get(server.again.remote(spec.cursors.window, files))
-        if suspects:
-            found = "; ".join(f"window {window} of {_some(files)}" for window, files in sorted(suspects.items()))
-            raise DataError(
-                f"a window must not end its actor; {MAX_DEATHS} ended in {found}: see the Ray logs, give the actors "
-                "memory (`ingest plan` says how much), or leave the file out"
-            )
-
-    def _make(self, spec: WindowSpec) -> tuple[Window, dict[str, float]]:
-        watch, number = Stopwatch(), spec.cursors.window
-        node, pid = ray.get_runtime_context().get_node_id()[:8], os.getpid()
-
-        def what() -> str:
-            return f"window {number} is being made by process {pid} of node {node}, last stage ended: {watch.last}"
-
-        with watched(what, lambda words: self._tell(number, words), self._warn_s):
-            window = self._maker(spec, lambda make: self._turns.submit(number, make).result(), watch)
-        before, self._before = self._before, self._meters()
-        return window, {**watch.seconds, **{name: now - before[name] for name, now in self._before.items()}}
-
-    def _tell(self, window: int, words: str) -> None:
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):  # the stream has ended
-            ray.get_actor(self._server).note.remote(window, words)
-
-    def _meters(self) -> dict[str, float]:
-        """What this process spent so far."""
-        return {"cpu": time.process_time(), **asdict(self._maker.storage.traffic)}
-
-
-def _some(files: list[str]) -> str:
-    return ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "")
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -204,7 +139,7 @@ class _Server:
         }
         dataset = ray.data.read_datasource(_WindowSource(specs), override_num_blocks=len(specs), **place)
         slabs = dataset.map_batches(
-            _Actor,
+            Actor,
             fn_constructor_args=(self._run.maker, self._world_size, self._name, self._warn_s),
             batch_size=None,
             batch_format="pyarrow",

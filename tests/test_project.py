@@ -11,6 +11,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 # The owners of ray and torch, and what stands on them. Every other module is core, new ones too.
 SHELL = {
+    "actor",
     "attention",
     "batch",
     "checkpoint",
