@@ -18,8 +18,8 @@ import pyarrow as pa
 import ray
 
 from ingest.errors import DataError
+from ingest.maker import Maker
 from ingest.metrics import Stopwatch
-from ingest.run import Maker
 from ingest.spec import WindowSpec
 from ingest.stall import watched
 from ingest.turns import Turns

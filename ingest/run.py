@@ -14,56 +14,24 @@ from typing import Any
 import numpy as np
 
 from ingest.account import MAX_SKIPS, Account, Bad, Skip
-from ingest.columns import Columns
 from ingest.columns import documents as of_documents
 from ingest.columns import texts as texts_of
 from ingest.config import IngestConfig
-from ingest.encoding import Encoded, Encoder, IntArray, SourceEncoder, source_encoders
+from ingest.encoding import SourceEncoder, source_encoders
 from ingest.errors import ConfigError, DataError, ResumeError
 from ingest.index import require_files
+from ingest.maker import Maker
 from ingest.manifest import Manifest, find_manifest, load_manifest
-from ingest.metrics import Stopwatch
-from ingest.packed import PackedFormat, PackedRows, read_packed
+from ingest.packed import PackedFormat
 from ingest.parquet import read_documents
 from ingest.plan import PLAN_VERSION, Cursors, Plan, PlanSource, WindowPlan, auto_window_tokens
 from ingest.position import Position
 from ingest.spec import UnitSpec, WindowSettings, WindowSpec
 from ingest.storage import Storage
 from ingest.tokenizer import Tokenizer
-from ingest.window import Turn, Window, make_window
 
 VERIFY_CHARS = 1 << 18  # of each source, for the parity check when a run is prepared: 0.2 s with the reference
 WEIGHT_UNIT = 1_000_000  # weights become integers of this resolution, so that the mixture is exact
-
-
-@dataclass(frozen=True, eq=False)
-class Maker:
-    """Makes windows: the picklable part of a run that actors need."""
-
-    settings: WindowSettings
-    tokenizer: Tokenizer
-    storage: Storage
-    encoders: tuple[Encoder, ...]
-
-    def __call__(self, spec: WindowSpec, turn: Turn = lambda make: make(), watch: Stopwatch | None = None) -> Window:
-        """Makes one window; see ``make_window``.
-
-        Raises:
-            DataError, StorageError: with the file named.
-        """
-        return make_window(spec, self.settings, self._encode, self._read, self._read_packed, turn, watch)
-
-    def _encode(self, rows: Any, unit: UnitSpec, numbers: IntArray) -> Encoded:
-        return self.encoders[unit.source](rows, unit, numbers)
-
-    def _read(self, unit: UnitSpec, columns: Columns) -> Iterator[Any]:
-        expect = (unit.size_bytes, unit.footer_hash)
-        skip = self.settings.skips_rows(unit.source)
-        return read_documents(self.storage, unit.path, unit.row_group, columns, expect, skip=skip)
-
-    def _read_packed(self, unit: UnitSpec) -> PackedRows:
-        expect = (unit.size_bytes, unit.footer_hash)
-        return read_packed(self.storage, unit.path, unit.row_group, self.settings.sequence_length, expect)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,6 +151,20 @@ def write_config(path: Path, **settings: Any) -> Path:
     return path
 
 
+def write_job(
+    folder: Path, tokenizer_file: Path, documents: int = 300, row_group_size: int = 20, window_tokens: int = 4000
+) -> Path:
+    """Writes a corpus and the run.yaml of a job over it: 4 lanes, rows of 32 tokens; over 60 steps of 300 documents."""
+    write_corpus(folder / "corpus", texts(documents, seed=7, words=(20, 200)), 3, row_group_size)
+    return write_config(
+        folder / "run.yaml",
+        sources=[{"name": "only", "path": str(folder / "corpus")}],
+        tokenizer={"path": str(tokenizer_file), "backend": "tokenizers"},
+        packing={"sequence_length": 32},
+        shuffle={"window_tokens": window_tokens},
+    )
+
+
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")

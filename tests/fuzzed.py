@@ -13,11 +13,10 @@ import json
 import sys
 from pathlib import Path
 
-from ingest.footer import read_footer
-
 from ingest.columns import Columns
 from ingest.config import StorageConfig
 from ingest.errors import IngestError
+from ingest.footer import read_footer
 from ingest.index import index_file
 from ingest.parquet import read_documents
 from ingest.storage import FileInfo, Storage

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ingest.footer import read_footer
 
 from ingest.columns import Columns, Filtered, Picked
 from ingest.config import IngestConfig
 from ingest.drain import describe_account
 from ingest.errors import ConfigError, DataError, ResumeError
 from ingest.filter import Filter
+from ingest.footer import read_footer
 from ingest.parquet import read_documents
 from ingest.position import Position
 from ingest.replay import replay_step

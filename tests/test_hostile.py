@@ -15,10 +15,10 @@ import pyarrow.parquet.encryption as pe
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ingest.footer import read_footer
 
 from ingest.config import IngestConfig
 from ingest.errors import DataError
+from ingest.footer import read_footer
 from ingest.parquet import read_documents, text_column
 from ingest.run import Run
 from ingest.storage import Storage

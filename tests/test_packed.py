@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ingest.footer import read_footer
 
 from ingest.cli import main
 from ingest.config import IngestConfig, StorageConfig
 from ingest.encoding import Text
 from ingest.errors import ConfigError, DataError, StorageError
+from ingest.footer import read_footer
 from ingest.lanes import Lanes, Step, step_digest, steps
 from ingest.manifest import Manifest
 from ingest.pack import pack, packing_run

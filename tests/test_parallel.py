@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.conftest import starting, steps_without_ray, texts, write_config, write_corpus
+from tests.conftest import starting, steps_without_ray, write_job
 
 # Ranks add gradients in another order than one process does, and AdamW divides small ones by their own size.
 TOLERANCE = 1e-5
@@ -14,14 +14,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tokenizer_file):
-    folder = tmp_path_factory.mktemp("parallel")
-    write_corpus(folder / "corpus", texts(100, seed=7, words=(20, 200)), files=3, row_group_size=20)
-    return write_config(
-        folder / "run.yaml",
-        tokenizer={"path": str(tokenizer_file), "backend": "tokenizers"},
-        packing={"sequence_length": 32},
-        shuffle={"window_tokens": 4000},
-    )
+    return write_job(tmp_path_factory.mktemp("parallel"), tokenizer_file, documents=100)
 
 
 def until_step(step, config, folder, num_workers, parallel, name="run"):

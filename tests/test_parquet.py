@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from ingest.footer import read_footer
 
 from ingest.errors import DataError, StorageError
+from ingest.footer import read_footer
 from ingest.parquet import read_documents, text_column
 from ingest.storage import Storage
 

@@ -14,21 +14,14 @@ from ray.train import ScalingConfig
 from ingest.config import IngestConfig
 from jobs.elastic import DividingPolicy, fitting
 from jobs.pretrain import main
-from tests.conftest import starting, steps_without_ray, texts, until, write_config, write_corpus
+from tests.conftest import starting, steps_without_ray, until, write_job
 
 STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tokenizer_file):
-    folder = tmp_path_factory.mktemp("pretrain")
-    write_corpus(folder / "corpus", texts(300, seed=7, words=(20, 200)), files=3, row_group_size=20)
-    return write_config(
-        folder / "run.yaml",
-        tokenizer={"path": str(tokenizer_file), "backend": "tokenizers"},
-        packing={"sequence_length": 32},
-        shuffle={"window_tokens": 4000},
-    )
+    return write_job(tmp_path_factory.mktemp("pretrain"), tokenizer_file)
 
 
 @pytest.fixture(scope="module")

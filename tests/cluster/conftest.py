@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.heads import head_in
-from tests.conftest import starting, texts, write_config, write_corpus
+from tests.conftest import starting, write_job
 
 
 @pytest.fixture(scope="package")
 def config(tmp_path_factory, tokenizer_file):
     """A run of 4 lanes with more than 60 steps."""
-    folder = tmp_path_factory.mktemp("run")
-    write_corpus(folder / "corpus", texts(300, seed=7, words=(20, 200)), files=3, row_group_size=20)
-    return write_config(
-        folder / "run.yaml",
-        sources=[{"name": "only", "path": str(folder / "corpus")}],
-        tokenizer={"path": str(tokenizer_file), "backend": "tokenizers"},
-        packing={"sequence_length": 32},
-        shuffle={"window_tokens": 4000},
-    )
+    return write_job(tmp_path_factory.mktemp("run"), tokenizer_file)
 
 
 @pytest.fixture(scope="module")

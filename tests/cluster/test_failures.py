@@ -12,13 +12,12 @@ import psutil
 import pytest
 import ray.train
 import torch
-import yaml
 from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer
 
 import ingest
 from ingest.config import IngestConfig
-from tests.conftest import steps_without_ray, texts, until, write_corpus
+from tests.conftest import steps_without_ray, until, write_job
 
 pytestmark = [pytest.mark.ray, pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -26,14 +25,9 @@ STEPS, EVERY, KILLED_AFTER = 60, 4, 6  # the checkpoint after step 4 is the newe
 
 
 @pytest.fixture(scope="module")
-def config(config):
+def config(tmp_path_factory, tokenizer_file):
     """A run of windows of about two steps: what is read ahead ends long before step 60."""
-    folder = config.parent / "short_windows"
-    write_corpus(folder / "corpus", texts(300, seed=7, words=(20, 200)), files=3, row_group_size=2)
-    changed = {"sources": [{"name": "only", "path": str(folder / "corpus")}], "shuffle": {"window_tokens": 500}}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **changed}))
-    return path
+    return write_job(tmp_path_factory.mktemp("short"), tokenizer_file, row_group_size=2, window_tokens=500)
 
 
 def fit(loop, config, folder, num_workers=2, max_failures=1):
