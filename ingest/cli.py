@@ -79,9 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     accept_help = (
         f"a change to go on with knowingly, recorded in the position: {', '.join(ACCEPTABLE)}; may be repeated"
     )
-    stream.add_argument("--accept", action="append", default=[], metavar="NAME", help=accept_help)
+    stream.add_argument("--accept", action="append", default=[], choices=ACCEPTABLE, help=accept_help)
     stream.add_argument("--state-out", type=Path, metavar="FILE", help="write the position after the last step")
-    stream.add_argument("--digests", type=Path, metavar="FILE", help="write one JSON line a step, the same at every N")
+    stream.add_argument(
+        "--digests",
+        type=Path,
+        metavar="FILE",
+        help="write one JSON line a step, with the digest of that step alone, the same at every N",
+    )
     stream.add_argument(
         "--ceiling", action="store_true", help="also time a bare loop over the tokenizer on the same files"
     )
@@ -222,8 +227,10 @@ def _pack(options: Any) -> None:
     rows = packing_run(run)
     with Loader(rows.config, run=rows) as loader:
         figures = pack(loader.steps(), run.packed_format, run.storage, out, lanes=run.config.lanes, progress=say)
-    say("to train on it, with the same tokenizer and sequence length:")
+    packing = run.config.packing
+    say("to train on it, with the same tokenizer:")
     say(f"sources:\n  - {{name: packed, path: {json.dumps(out)}}}")
+    say(f"packing: {{sequence_length: {packing.sequence_length}, position_ids: {packing.position_ids}}}")
     _print(options, figures)
 
 
@@ -253,6 +260,8 @@ def read_position(path: Path) -> Position:
         file = path / "position.json" if path.is_dir() else path
         with file.open(encoding="utf-8") as text:
             return Position.from_json(text.read(MAX_BYTES + 1))
+    except ResumeError as error:
+        raise ResumeError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ResumeError(
             f"position {path} cannot be read; {error}: name a file that --state-out or a checkpoint wrote"

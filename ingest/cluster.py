@@ -21,6 +21,7 @@ from ingest.errors import ResourceError
 from ingest.forecast import actor_bytes
 from ingest.run import Run
 
+_log = logging.getLogger("ingest")
 CONNECT_S = 10.0
 LOCAL_FACTOR = 4  # logical CPUs a core at most where Ray is started here: each is a process of 200 MB
 SETTLE_S = 20.0  # time for the CPUs of a stream that was just closed to come free
@@ -49,6 +50,8 @@ def ensure_ray(config: IngestConfig, extra_cpus: float = 0.0) -> None:
         if found is not None:
             with contextlib.suppress(ConnectionError):
                 ray.init(address=found, **quiet)
+                if address == "auto":
+                    _log.warning("joined the Ray cluster at %s; RAY_ADDRESS=local starts one of its own", found)
                 return
         if os.environ.get("RAY_ADDRESS"):
             raise ResourceError(f"RAY_ADDRESS must name a running cluster; got {address}: start it, or set it to local")
@@ -87,10 +90,15 @@ def running() -> str | None:
 
     Ray's note of the last cluster outlives it, and Ray tries an address for a quarter of an hour.
     """
+    services = logging.getLogger("ray._private.services")
+    level = services.level
+    services.setLevel(logging.ERROR)  # it speaks of clusters long gone, and of connecting before anybody does
     try:
         noted: str | None = canonicalize_bootstrap_address(None)  # type: ignore[arg-type]
     except ConnectionError:
         return None
+    finally:
+        services.setLevel(level)
     return noted and _listening(noted)
 
 

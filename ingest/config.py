@@ -274,7 +274,9 @@ class IngestConfig:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config {path} cannot be read; {error}: name an existing YAML file") from None
+            raise ConfigError(
+                f"config {path} cannot be read; {error}: name a YAML file; {Path.cwd()} is where it was looked for"
+            ) from None
         try:
             settings = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-99-99

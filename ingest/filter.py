@@ -90,7 +90,9 @@ class Filter:
                 of = f"there are {paths.count(name)}" if kind is None or name in paths else f"it is of type {kind}"
                 known = ", ".join(schema.names[:20])
                 rule = f"{path} must have one column {name} of plain values for filter {self.text}"
-                raise DataError(f"{rule}; {of}, columns are {known}: mend the filter or the file")
+                raise DataError(
+                    f"{rule}; {of}, columns are {known}: mend the filter, where text needs quotes, or the file"
+                )
             columns[name] = _decoded(pa.nulls(0, kind))
         for test in compares(self.test):
             try:

@@ -85,8 +85,16 @@ def _warnings(run: Run, bound: float, rate: float, tokens: list[int]) -> list[st
             f"{config.resources.max_actors} actors tokenize about {high:,} tokens/s and the trainer takes {rate:,.0f}: "
             f"raise resources.tokenize_actors"
         )
-    if len(tokens) < config.resources.max_actors:
-        found.append(f"{len(tokens)} windows cannot occupy {config.resources.max_actors} actors: lower tokenize_actors")
+    if len(tokens) < config.resources.min_actors:
+        found.append(
+            f"{config.resources.min_actors} actors are more than the windows, {len(tokens)}: lower tokenize_actors"
+        )
+    largest_unit = max(int(source.unit_tokens.max()) for source in run.manifest.sources)
+    if len(config.sources) > 1 and largest_unit > run.window_tokens:
+        found.append(
+            f"the largest row group has {largest_unit:,} tokens and fills a window of {run.window_tokens:,} alone, so "
+            "sources do not mix within it: write smaller row groups, or raise shuffle.window_tokens"
+        )
     if any(source.weight is not None for source in config.sources) and config.num_epochs is not None:
         found.append(
             "with epochs, a source that has finished its passes leaves the mix: total_tokens keeps the weights"

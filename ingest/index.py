@@ -143,8 +143,8 @@ def index_source(
     if columns.filter is not None and packed is None:
         sizes = [size for item in full for size in item.text_bytes]
         warnings.append(
-            f"filter {columns.filter.text}: rows are those before it, tokens those behind it, as sampled; "
-            f"{sizes.count(0)} of {len(sizes)} row groups hold none"
+            f"filter {columns.filter.text}: rows are those before it, tokens those behind it, as sampled; statistics "
+            f"rule out {sizes.count(0)} of {len(sizes)} row groups, which are not read"
         )
     if tokens_per_mib is None:
         warnings.append(f"no text in the first documents of {len(spread)} files; sizes are guesses")

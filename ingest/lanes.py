@@ -71,7 +71,8 @@ def require_world_size(world_size: int, lanes: int) -> None:
         more = lanes + (-lanes % world_size) if world_size >= 1 else lanes
         raise ConfigError(
             f"world_size must divide lanes; got {world_size} and {lanes}: "
-            f"train on {' or '.join(map(str, near))} workers, or start a new run with lanes: {more}"
+            f"train on {' or '.join(map(str, near))} workers, or start a new run with lanes: {more} and "
+            "global_batch_rows a multiple of it"
         )
 
 

@@ -29,6 +29,9 @@ MAX_BYTES = 1 << 20
 Fingerprint = Mapping[str, Any]
 
 
+_OMITTED = {"packing.position_ids": "restart"}  # what a fingerprint does not say, as it is the default
+
+
 @dataclass(frozen=True)
 class Position:
     """A place between two steps.
@@ -190,7 +193,8 @@ class Position:
         fields = [field for field in sorted({*then, *now}) if then.get(field) != now.get(field)]
         wrong = refused(fields, accept)
         if wrong:
-            lines = [f"{field}: {then.get(field)} then, {now.get(field)} now{explain(field)}" for field in wrong]
+            before, after = ({**_OMITTED, **side} for side in (then, now))
+            lines = [f"{field}: {before.get(field)} then, {after.get(field)} now{explain(field)}" for field in wrong]
             names = {name_of(field) for field in fields} & {*ACCEPTABLE}
             known = all(name_of(field) for field in fields) and names
             way = f", accept it knowingly with accept_changes: [{', '.join(sorted(map(str, names)))}]" if known else ""

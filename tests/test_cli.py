@@ -64,7 +64,7 @@ def printed(capsys):
 def test_a_world_size_that_does_not_divide_the_lanes_is_refused(config, refused):
     assert refused("stream", config, "--world-size", 3) == (
         "ConfigError: world_size must divide lanes; got 3 and 4: "
-        "train on 1 or 2 or 4 workers, or start a new run with lanes: 6"
+        "train on 1 or 2 or 4 workers, or start a new run with lanes: 6 and global_batch_rows a multiple of it"
     )
 
 

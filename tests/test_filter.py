@@ -404,7 +404,7 @@ def test_sizes_are_estimated_behind_the_filter(corpus):
     assert 0.15 < part.unit_tokens.sum() / whole.unit_tokens.sum() < 0.35
     assert part.warnings == (
         "filter language == 'en' and n < 20: rows are those before it, tokens those behind it, as sampled; "
-        "4 of 12 row groups hold none",
+        "statistics rule out 4 of 12 row groups, which are not read",
     )
 
 

@@ -171,7 +171,7 @@ def test_the_message_about_a_world_size_names_what_would_do() -> None:
         Lanes(16, 16, 0, 6)
     assert str(caught.value) == (
         "world_size must divide lanes; got 6 and 16: train on 1 or 2 or 4 or 8 or 16 workers, "
-        "or start a new run with lanes: 18"
+        "or start a new run with lanes: 18 and global_batch_rows a multiple of it"
     )
 
 
