@@ -156,6 +156,8 @@ def _decoded(array: pa.Array) -> pa.Array:
         kind = pa.large_binary()
     elif types.is_float16(kind):
         kind = pa.float32()
+    elif types.is_timestamp(kind) and kind.tz is not None:
+        kind = pa.timestamp(kind.unit, "UTC")  # the same moments; Arrow compares no two zones of other units
     return array if array.type == kind else array.cast(kind)
 
 
@@ -170,8 +172,9 @@ def _bounds(name: str, kind: pa.DataType, chunk: Any, num_rows: int) -> Bounds:
             low, high = found.min, found.max
     except (ValueError, OverflowError, NotImplementedError, ImportError, pa.ArrowException):
         pass  # text cut inside a character, a date beyond the calendar
+    all_null = nulls == num_rows and not found.has_min_max  # else it contradicts itself
     # Writers disagree on whether a field counts as null where its struct is.
-    return Bounds(kind, low, high, nulls=nulls != 0 or "." in name, all_null=nulls == num_rows)
+    return Bounds(kind, low, high, nulls=nulls != 0 or "." in name, all_null=all_null)
 
 
 class _RefusedError(Exception):

@@ -134,7 +134,7 @@ def require_bounds(footer: Footer, leaves: list[int], path: str) -> None:
             said = said or read_struct(footer.content)
             chunks = [group[1][leaf][3] for group in said[4]]
             fit = all(_fits(chunk[1], chunk.get(12, {}), column) for chunk in chunks)
-        except (IndexError, KeyError, TypeError, AttributeError):  # not what its fields should be
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # not what its fields should be
             fit = False
         if not fit:
             rule = f"{path} must have statistics that fit column {column.path} of type {column.physical_type}"

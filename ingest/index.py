@@ -160,6 +160,7 @@ def index_source(
         packed=packed,
         skipped=skipped,
         bytes_per_row=bytes_per_row,
+        filter=None if columns.filter is None else columns.filter.text,
     )
 
 

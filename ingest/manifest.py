@@ -192,6 +192,7 @@ def _to_plain(source: SourceManifest) -> dict[str, Any]:
         "packed": None if source.packed is None else source.packed.to_plain(),
         "skipped": source.skipped,
         "bytes_per_row": source.bytes_per_row,
+        **({} if source.filter is None else {"filter": source.filter}),
     }
 
 
@@ -211,6 +212,7 @@ def _from_plain(plain: dict[str, Any]) -> SourceManifest:
         packed=None if plain["packed"] is None else PackedFormat.from_plain(plain["packed"]),
         skipped=tuple((str(path), str(reason)) for path, reason in plain["skipped"]),
         bytes_per_row=int(plain["bytes_per_row"]),
+        filter=None if plain.get("filter") is None else str(plain["filter"]),
     )
 
 
@@ -260,6 +262,11 @@ def _stored(config: IngestConfig, storage: Storage, path: str) -> Manifest:
         raise DataError(
             f"{path} must hold the sources of the settings; got {names}, not {promised}: run `ingest index`"
         )
+    for source, settings in zip(manifest.sources, config.sources, strict=True):
+        wanted = None if settings.columns.filter is None else settings.columns.filter.text
+        if source.filter != wanted:  # its sizes are others, and nobody has looked at the filter's statistics
+            rule = f"{path} must be made with the filter of source {source.name}"
+            raise DataError(f"{rule}; got {source.filter}, not {wanted}: run `ingest index`")
     return manifest
 
 

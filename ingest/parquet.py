@@ -164,7 +164,11 @@ def _rows(batch: pa.RecordBatch, columns: Columns, where: str, first_row: int, s
     """
     array, numbers = columns.raw(batch), np.arange(first_row, first_row + batch.num_rows)
     if columns.filter is not None:
-        kept = np.flatnonzero(columns.filter.keeps(batch))
+        try:
+            kept = np.flatnonzero(columns.filter.keeps(batch))
+        except pa.ArrowInvalid as error:  # no fault of the file, so no row of it is skipped
+            rule = f"{where}: filter {columns.filter.text} must compare values that fit the types of its columns"
+            raise DataError(f"{rule}; {one_line(error)}: mend the filter or the file") from error
         array, numbers = array.take(pa.array(kept)), numbers[kept]
         if len(kept) < batch.num_rows:
             yield Filtered(batch.num_rows - len(kept))

@@ -105,7 +105,8 @@ class _Server:
         An actor has two calls, so a window beside the one at fault may be among them.
         """
         self._again[window] += 1
-        self._files[window] = files
+        if self._again[window] >= MAX_DEATHS - 1:  # an actor that was started again says it of each window it makes
+            self._files[window] = files
         if self._again[window] < MAX_DEATHS:
             return {}
         return {each: self._files[each] for each, count in self._again.items() if count >= MAX_DEATHS - 1}

@@ -15,6 +15,8 @@ fault.
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -70,6 +72,8 @@ class Compare:
             array = array.cast(pa.float64(), safe=False)  # large integers are rounded, not refused
         if pa.types.is_floating(array.type) and pa.types.is_integer(other.type):
             other = other.cast(pa.float64(), safe=False)
+        if isinstance(self.other, Column) and pa.types.is_uint64(array.type) != pa.types.is_uint64(other.type):
+            array, other = (_wide(side) for side in (array, other))
         return _KERNELS[self.operator](array, other)
 
     def outcomes(self, bounds: Mapping[str, Bounds]) -> Outcomes:
@@ -81,7 +85,9 @@ class Compare:
             return ANYTHING
         value, low, high = _scalar(self.other, of.kind).as_py(), of.low, of.high
         try:
-            if isinstance(value, float):
+            if isinstance(value, float) and not isinstance(
+                low, bytes
+            ):  # those of float16 are raw, and float takes digits
                 low, high = float(low), float(high)  # rounds as rows do, and keeps their order
             if isinstance(value, datetime):  # of nanoseconds these may be rounded
                 low, high = low - timedelta(microseconds=1), high + timedelta(microseconds=1)
@@ -181,6 +187,11 @@ def compares(test: Test) -> Iterator[Compare]:
         yield from compares(part)
 
 
+def _wide(array: pa.Array) -> pa.Array:
+    """Integers in a type that holds all of uint64 and int64: Arrow would cast one to the other, and refuse some."""
+    return array.cast(pa.decimal128(20)) if pa.types.is_integer(array.type) else array
+
+
 def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
     """A value of a predicate as it compares with a column of some type, after ``decoded``.
 
@@ -195,8 +206,8 @@ def _scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
     if number and types.is_integer(kind):
         try:
             return pa.scalar(value, kind if isinstance(value, int) else pa.float64())
-        except (pa.ArrowInvalid, OverflowError):  # beyond the column's integers
-            return pa.scalar(float(value))
+        except (pa.ArrowInvalid, OverflowError):  # beyond the column's integers, and none of them rounds to it
+            return pa.scalar(math.copysign(math.inf, float(value)))
     if isinstance(value, str):
         return _from_text(value, kind)
     raise ValueError(f"{value!r} does not compare with {kind}")
@@ -212,6 +223,8 @@ def _from_text(value: str, kind: pa.DataType) -> pa.Scalar:
         return pa.scalar(date.fromisoformat(value))
     if types.is_timestamp(kind):
         moment = datetime.fromisoformat(value)
+        if re.search(r"[.,]\d{7}", value):  # Python drops the rest without a word
+            raise ValueError(f"{value!r} is finer than microseconds")
         if kind.tz is not None and moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
         if kind.tz is None and moment.tzinfo is not None:

@@ -291,6 +291,10 @@ class Run:
         )
         if before == now or position.cursors.weights is not None:
             return position
+        if not all(weight is None or (type(weight) in (int, float) and 1e-6 <= weight <= 1e6) for weight in before):
+            raise ResumeError(
+                f"position must hold weights between 0.000001 and 1000000; got {before}: use another checkpoint"
+            )
         return replace(position, cursors=replace(position.cursors, weights=self._weights(before)))
 
     def _weights(self, weights: Sequence[float | None]) -> tuple[int, ...]:
@@ -324,9 +328,11 @@ class Run:
         return WindowSpec(window.cursors, tuple(units), window.last)
 
     def _explain(self, position: Position) -> Callable[[str], str]:
-        """For the field ``manifest``: the files that differ, as far as the manifest of then is still known."""
+        """What is known of a difference: files that differ, if the manifest of then is still there; what auto chose."""
 
         def explain(field: str) -> str:
+            if field == "shuffle.window_tokens" and self.config.shuffle.window_tokens == "auto":
+                return ", by auto from other sizes, so set it to what it was"
             then = find_manifest(str(position.fingerprint.get("manifest"))) if field == "manifest" else None
             lines = then.diff(self.manifest) if then else []
             return f" ({', '.join(lines)})" if lines else ""

@@ -61,6 +61,7 @@ class SourceManifest:
         packed: how the rows of all files were packed; None for text.
         bytes_per_row: sampled mean of the text, 0 where there is none; a dictionary tells less than its rows hold.
         skipped: path and reason of the files left out because they cannot be read.
+        filter: which rows the sizes count; None for all. No part of the hash: it is in the fingerprint on its own.
 
     Raises:
         DataError: the parts do not fit each other.
@@ -77,6 +78,7 @@ class SourceManifest:
     packed: PackedFormat | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     bytes_per_row: int = 0
+    filter: str | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():

@@ -16,6 +16,7 @@ def read_struct(data: bytes) -> dict[int, Any]:
 
     Raises:
         IndexError: it ends too early.
+        ValueError: a struct has a field twice, of which other parsers keep parts of both.
     """
     return _struct(data, 0)[0]
 
@@ -29,6 +30,8 @@ def _struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
             number += step
         else:
             number, at = _number(data, at)
+        if number in fields:
+            raise ValueError(f"field {number} twice")
         fields[number], at = _value(data, at, kind)
     return fields, at + 1
 

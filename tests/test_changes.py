@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -194,6 +195,29 @@ def test_text_changed_without_an_accepted_change_is_refused_as_before(corpus):
     forged = replace(begun, counts=replace(begun.counts, digest=begun.counts.digest ^ 1))
     with pytest.raises(ResumeError, match="must be made again as it was"):
         steps_without_ray(config, forged)
+
+
+@pytest.mark.parametrize("weight", ["1", math.nan, 1e308, 0, -1, True, 10**30, 1e-300])
+def test_a_weight_that_none_can_have_is_refused(corpus, weight):
+    plain = Run.prepare(corpus()).start().to_dict()
+    plain["fingerprint"]["sources"]["a"]["weight"] = weight
+    run = Run.prepare(corpus((2, 1), accept_changes=["weights"]))
+    with pytest.raises(ResumeError, match=r"position must hold weights between 0.000001 and 1000000; got \["):
+        run.require(Position.from_dict(plain))
+
+
+def test_a_window_size_that_auto_chose_is_to_be_kept_by_hand(corpus, tmp_path):
+    small = {"lanes": 1, "global_batch_rows": 1, "packing": {"sequence_length": 2}}
+    auto = {"shuffle": {"seed": 0, "window_tokens": "auto"}, **small}
+    then = Run.prepare(corpus(**auto))
+    rewritten(tmp_path / "b", lambda text: text[:3])
+    with pytest.raises(
+        ResumeError, match=r"shuffle.window_tokens: \d+ then, \d+ now, by auto .* set it to what it was"
+    ):
+        Run.prepare(corpus(accept_changes=["manifest"], **auto)).require(then.start())
+    kept = {"shuffle": {"seed": 0, "window_tokens": then.window_tokens}, **small}
+    run = Run.prepare(corpus(accept_changes=["manifest"], **kept))
+    assert run.require(then.start()).accepted
 
 
 @pytest.mark.parametrize(

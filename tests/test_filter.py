@@ -7,6 +7,7 @@ import datetime as dt
 import itertools
 import math
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -165,6 +166,46 @@ def test_statistics_that_contradict_themselves_or_are_of_another_type_lose_no_ro
     assert Filter.parse("score == 5", "a").excluded(Chunk(1, 4), [0])
 
 
+def test_a_count_of_nulls_that_contradicts_the_bounds_loses_no_row():
+    assert not Filter.parse("score == 2", "a").excluded(Chunk(1, 4, null_count=3), [0])
+
+
+@pytest.mark.parametrize("text", ["score < 5", "score != 7"])
+def test_bounds_of_short_floats_are_bytes_and_lose_no_row_where_these_read_as_digits(tmp_path, text):
+    path = written(tmp_path / "a.parquet", {"score": pa.array(np.frombuffer(b"11", np.float16))})
+    assert read_footer(Storage(), path).metadata.row_group(0).column(0).statistics.min == b"11"
+    assert kept(path, text) == ([0], True)
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "+02:00"])
+def test_moments_compare_in_any_zone_and_unit(tmp_path, unit, zone):
+    at = pa.array([1_704_067_200, 1_704_153_600, None], pa.int64()).cast(pa.timestamp("s", zone))  # 2024-01-01, -02
+    other = at.cast(pa.timestamp("us", "UTC"))
+    path = written(tmp_path / "a.parquet", {"at": at.cast(pa.timestamp(unit, zone)), "other": other})
+    assert kept(path, 'at == "2024-01-01"') == ([0], True)
+    assert kept(path, 'at > "2024-01-01T01:00:00+01:00"') == ([1], True)
+    assert kept(path, 'at > "2024-01-03"') == ([], False)
+    assert kept(path, "at == other") == ([0, 1], True)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("big > small", [0, 1]),
+        ("small < big", [0, 1]),
+        ("big == small", [2]),
+        ("small < 9223372036854775808", [0, 1, 2]),
+        ("small == 9223372036854775808", []),
+        ("big > -1", [0, 1, 2]),
+        ("big == 18446744073709551615", [0]),
+    ],
+)
+def test_integers_compare_by_value_whatever_their_types_hold(tmp_path, text, rows):
+    big, small = pa.array([2**64 - 1, 1, 2**63 - 1], pa.uint64()), pa.array([-1, -(2**63), 2**63 - 1])
+    assert kept(written(tmp_path / "a.parquet", {"big": big, "small": small}), text)[0] == rows
+
+
 VALUES = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf]))
 LEAVES = st.builds(
     "{} {} {}".format,
@@ -291,6 +332,7 @@ def test_what_is_no_predicate_is_refused_with_its_place(text, reason):
         ("fine < 2", "got column fine of type bool < 2"),
         ("day == 'soon'", r"got column day of type date32\[day\] == 'soon'"),
         ("at == '2024-01-01T00:00:00Z'", "got column at of type timestamp"),
+        ("at == '2024-01-01T00:00:00.123456789'", "got column at of type timestamp"),
         ("language == score", "got column language of type large_string == column score of type double"),
     ],
 )
@@ -337,6 +379,15 @@ def test_a_row_that_is_filtered_out_need_not_be_utf8(tmp_path):
     assert [len(item) for item in read(path, "n != 2") if isinstance(item, Picked)] == [2]
     with pytest.raises(DataError, match="row 1 must be UTF-8"):
         read(path, "n > 0")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_values_that_a_comparison_cannot_take_are_refused_and_never_skipped_as_undecodable(tmp_path, skip):
+    late = pa.array([dt.datetime(2924, 1, 1), dt.datetime(2024, 1, 1)], pa.timestamp("us"))
+    rows = {"text": ["a", "b"], "late": late, "at": pa.array([0, 1], pa.timestamp("ns"))}
+    path, columns = written(tmp_path / "a.parquet", rows), Columns("text", ("text",), Filter.parse("late > at", "a"))
+    with pytest.raises(DataError, match=r"row group 0: filter late > at must compare values that fit .*: mend the"):
+        list(read_documents(Storage(), path, 0, columns, skip=skip))
 
 
 @pytest.fixture
@@ -406,6 +457,19 @@ def test_sizes_are_estimated_behind_the_filter(corpus):
         "filter language == 'en' and n < 20: rows are those before it, tokens those behind it, as sampled; "
         "statistics rule out 4 of 12 row groups, which are not read",
     )
+
+
+def test_a_stored_manifest_of_another_filter_is_refused(corpus, tmp_path):
+    stored = {"manifest": str(tmp_path / "manifest.json.gz")}
+    for made, wanted in ((None, "n < 20"), ("n >= 20", "n < 20"), ("n < 20", None)):
+        whole = Run.prepare(IngestConfig.from_yaml(corpus(made, **stored)), rebuild=True)
+        again = Run.prepare(IngestConfig.from_yaml(corpus(made, **stored)))
+        assert (again.manifest.hash, again.manifest.sources[0].filter) == (whole.manifest.hash, made)
+        with pytest.raises(
+            DataError,
+            match=rf"manifest\.json\.gz must be made with the filter of source a; got {made}, not {wanted}: run",
+        ):
+            Run.prepare(IngestConfig.from_yaml(corpus(wanted, **stored)))
 
 
 def test_a_filter_that_statistics_show_to_leave_nothing_is_refused(corpus):

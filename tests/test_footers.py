@@ -185,6 +185,26 @@ def bounds(number: int):
     return change
 
 
+def test_statistics_that_come_twice_are_refused_as_pyarrow_joins_them(tmp_path):
+    path, short = tmp_path / "a.parquet", b"\x58\x01\1\x18\x01\1\0"  # fields 5 and 6: bounds of one byte
+    pq.write_table(pa.table({"text": WORDS, "kind": range(40)}), path)
+    mark = b"\x18\x01\x7f\0"  # what stands for them: field 1
+
+    def change(footer: dict) -> None:
+        chunk(footer, column=1)[STATISTICS][1] = {1: [8, b"\x7f"]}
+
+    alter(path, change)
+    data = path.read_bytes()
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    footer = data[begin:-8]
+    assert footer.count(mark) == 1
+    footer = footer.replace(mark, short + b"\x0c\x18\0")  # then field 12 again, 24 in zigzag, and empty
+    path.write_bytes(data[:begin] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    columns = SourceConfig(name="a", path="a", filter="kind is not None").columns
+    with pytest.raises(DataError, match=r"a\.parquet must have statistics that fit column kind"):
+        index_file(Storage(), FileInfo(str(path), 0, ""), columns)
+
+
 def another_type(footer: dict) -> None:
     chunk(footer, column=1)[TYPE][1] ^= 3
 
