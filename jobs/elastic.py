@@ -12,8 +12,10 @@ import time
 from typing import Any
 
 import ray.train
+from ray._raylet import PlacementGroupID
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ResizeDecision
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from ingest.config import IngestConfig
 
@@ -85,3 +87,14 @@ class ElasticTrainer(TorchTrainer):
         run: Any = super()
         result: ray.train.Result = run._initialize_and_run_controller(**parts)
         return result
+
+
+def free_groups() -> None:
+    """Removes the placement groups of this job: Ray Train forgets that of a group which did not start.
+
+    The next group would wait for its CPUs for ever.
+    """
+    mine = ray.get_runtime_context().get_job_id()
+    for number, group in placement_group_table().items():
+        if number.endswith(mine) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))

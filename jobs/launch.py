@@ -28,7 +28,7 @@ from ingest.pipeline import cause_of
 from ingest.run import Run
 from ingest.stores import require_no_credential
 from ingest.train import newest_position
-from jobs.elastic import DividingPolicy, ElasticTrainer
+from jobs.elastic import DividingPolicy, ElasticTrainer, free_groups
 from jobs.mailbox import opened
 from jobs.notices import at_sigterm
 
@@ -94,6 +94,7 @@ def fit(
                 if left == 0:
                     raise
                 print(f"the group did not start, it is tried again: {_one_line(error)}")
+                free_groups()
     raise AssertionError
 
 

@@ -10,9 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.train import ScalingConfig
+from ray.util.placement_group import placement_group
 
 from ingest.config import IngestConfig
-from jobs.elastic import DividingPolicy, fitting
+from jobs.elastic import DividingPolicy, fitting, free_groups
 from jobs.pretrain import main
 from tests.conftest import starting, steps_without_ray, until, write_job
 
@@ -214,3 +215,14 @@ def test_what_the_user_got_wrong_is_one_line_and_exit_code_2(config, tmp_path, c
     assert len(said.err.splitlines()) == 1
     assert said.err.startswith(line)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ray
+def test_what_a_group_that_did_not_start_still_holds_comes_free(shared_ray):
+    cpus = int(ray.cluster_resources()["CPU"])
+    held, waiting = (placement_group([{"CPU": 1}] * cpus) for _ in range(2))
+    assert (held.wait(30), waiting.wait(1)) == (True, False)
+    free_groups()
+    again = placement_group([{"CPU": 1}] * cpus)
+    assert again.wait(30)
+    free_groups()
