@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from jobs.mailbox import opened
 from jobs.notices import at_sigterm
 
 CPUS_PER_TRAINER = 1
+START_S = 60.0  # Ray Train's limit for the start of a group
 
 
 def check(options: argparse.Namespace) -> ingest.IngestConfig:
@@ -77,11 +79,16 @@ def fit(
         settings["micro_batch_rows"] = options.micro_batch_rows or config.global_batch_rows // high
         for name in ("max_steps", "checkpoint_every", "learning_rate", "parallel"):
             settings[name] = getattr(options, name)
+        # A group that does not start is given up after START_S, and as often as an autoscaler may need.
+        waits = math.ceil(config.resources.cluster_wait_s / START_S)
+        starts = options.max_failures + waits if options.max_failures >= 0 else -1  # -1: for ever
+        forgiving: Any = FailureConfig  # typed as that of Ray Train 1
+        forgives = forgiving(options.max_failures, controller_failure_limit=starts)
         run = RunConfig(
             name=options.name,
             storage_path=options.storage,
             checkpoint_config=CheckpointConfig(num_to_keep=2),
-            failure_config=FailureConfig(max_failures=options.max_failures),
+            failure_config=forgives,
         )
         policy = DividingPolicy(group, config, mailbox) if low < high else None
         for left in itertools.count(options.max_failures, -1):  # never 0 where it begins below
