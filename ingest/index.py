@@ -116,7 +116,7 @@ def index_source(
     full = [item for item in indexed if item.rows]
     if not full:
         raise DataError(f"source {source.name} must hold rows; its {len(files)} files hold none: check its path")
-    read = full if columns.filter is None or packed is not None else [item for item in full if any(item.text_bytes)]
+    read = full if columns.filter is None or packed is not None else [*_groups(full)]
     if columns.filter is not None and not read:
         raise DataError(
             f"source {source.name}: filter {columns.filter.text} must leave rows; by the statistics of "
@@ -286,6 +286,14 @@ def _tokens_per_mib(samples: list[list[str]], encode: Encode) -> int | None:
         return None
     num_tokens = sum(len(encode(texts)[0]) for texts in samples if texts)
     return max(1, ((num_tokens << 20) + num_bytes // 2) // num_bytes)
+
+
+def _groups(indexed: list[_Indexed]) -> Iterator[_Indexed]:
+    """Each row group that is read, as if in a file of its own: in a sorted file a filter's rows may lie anywhere."""
+    for item in indexed:
+        for number, rows, size in zip(item.row_groups, item.rows, item.text_bytes, strict=True):
+            if size:
+                yield item._replace(row_groups=[number], rows=[rows], text_bytes=[size])
 
 
 def _sample_rows(

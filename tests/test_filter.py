@@ -508,3 +508,14 @@ def test_other_kinds_of_sources_are_filtered_too(tmp_path, corpus):
     ]
     account = steps_without_ray(corpus(sources=sources))[-1].position.counts.account
     assert [(source.read, source.documents, source.filtered) for source in account.sources] == [(3, 2, 1), (3, 1, 2)]
+
+
+def test_sizes_are_estimated_from_row_groups_all_over_a_sorted_file(tmp_path, tokenizer_file):
+    words = [("a " * 5 if n < 80 else "a " * 50) if n >= 40 else "a" for n in range(160)]
+    table = pa.table({"n": range(160), "text": words})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    tokenizer = {"path": str(tokenizer_file), "backend": "tokenizers"}
+    source = {"name": "a", "path": "a.parquet", "filter": "not n < 45"}
+    run = Run.prepare(IngestConfig.from_yaml(write_config(tmp_path / "r.yaml", sources=[source], tokenizer=tokenizer)))
+    tokens = steps_without_ray(run.config)[-1].position.tokens
+    assert 0.8 < run.manifest.sources[0].unit_tokens.sum() / tokens < 1.25
