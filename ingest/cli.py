@@ -261,7 +261,7 @@ def read_position(path: Path) -> Position:
         with file.open(encoding="utf-8") as text:
             return Position.from_json(text.read(MAX_BYTES + 1))
     except ResumeError as error:
-        raise ResumeError(f"{path}: {error}") from None
+        raise ResumeError(f"position {path}: {str(error).removeprefix('position ')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ResumeError(
             f"position {path} cannot be read; {error}: name a file that --state-out or a checkpoint wrote"

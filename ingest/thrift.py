@@ -44,7 +44,7 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
     if kind == _DOUBLE:
         return data[at : at + 8], at + 8
     if kind == _BINARY:
-        length, at = _varint(data, at)
+        length, at = varint(data, at)
         return data[at : at + length], at + length
     if kind in (_LIST, _SET):
         return _list(data, at)
@@ -56,7 +56,7 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
 def _list(data: bytes, at: int) -> tuple[list[Any], int]:
     count, kind, at = data[at] >> 4, data[at] & 15, at + 1
     if count == 15:
-        count, at = _varint(data, at)
+        count, at = varint(data, at)
     values = []
     for _ in range(count):
         value, at = _value(data, at, _BYTE if kind in (_TRUE, _FALSE) else kind)
@@ -65,11 +65,12 @@ def _list(data: bytes, at: int) -> tuple[list[Any], int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
+    value, at = varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The unsigned number at ``at``, seven bits a byte, lowest first, and where it ends."""
     value = shift = 0
     while True:
         value |= (data[at] & 0x7F) << shift

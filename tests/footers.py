@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ingest.thrift import varint
+
 TRUE, FALSE, BYTE, BINARY, LIST, STRUCT = 1, 2, 3, 8, 9, 12
 
 ROWS, GROUPS = 3, 4  # of the file
@@ -34,35 +36,26 @@ def chunk(footer: dict, group: int = 0, column: int = 0) -> dict:
     return footer[GROUPS][1][1][group][CHUNKS][1][1][column][3][1]
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at
-
-
 def _read(data: bytes, at: int, kind: int) -> tuple[Any, int]:
     if kind in (TRUE, FALSE):
         return kind == TRUE, at
     if kind == BYTE:
         return data[at], at + 1
     if kind == BINARY:
-        length, at = _varint(data, at)
+        length, at = varint(data, at)
         return data[at : at + length], at + length
     if kind == LIST:
         return _read_list(data, at)
     if kind == STRUCT:
         return _read_struct(data, at)
-    value, at = _varint(data, at)
+    value, at = varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
 def _read_list(data: bytes, at: int) -> tuple[list, int]:
     count, of, at = data[at] >> 4, data[at] & 15, at + 1
     if count == 15:
-        count, at = _varint(data, at)
+        count, at = varint(data, at)
     values = []
     for _ in range(count):
         value, at = _read(data, at, BYTE if of in (TRUE, FALSE) else of)

@@ -175,12 +175,13 @@ def test_a_resume_with_another_tokenizer_is_refused_with_both_hashes(config, sta
 )
 def test_a_resume_of_garbage_is_refused(config, refused, tmp_path, garbage):
     (tmp_path / "garbage").write_bytes(garbage)
-    assert refused("stream", config, "--resume", tmp_path / "garbage").startswith("ResumeError: position ")
+    path = tmp_path / "garbage"
+    assert refused("stream", config, "--resume", path).startswith(f"ResumeError: position {path}")
 
 
 def test_a_resume_of_a_position_with_a_wrong_value_is_refused(config, state, refused):
     state.write_text(json.dumps({**json.loads(state.read_text()), "step": -1}))
-    assert refused("stream", config, "--resume", state).startswith("ResumeError: position ")
+    assert refused("stream", config, "--resume", state).startswith(f"ResumeError: position {state}: ")
 
 
 def test_a_resume_of_nothing_or_of_a_directory_without_a_position_is_refused(config, refused, tmp_path):
