@@ -3,10 +3,13 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+
+from ingest.config import IngestConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 # The owners of ray and torch, and what stands on them. Every other module is core, new ones too.
@@ -128,3 +131,15 @@ def test_the_cluster_opens_no_port_and_holds_no_credential(cluster):
     assert "0.0.0.0" not in text
     assert "--dashboard-host=127.0.0.1" in text
     assert not re.search(r"AKIA[0-9A-Z]{16}|aws_secret|BEGIN [A-Z ]*PRIVATE KEY|(?i:password\s*:)", text)
+
+
+def test_the_settings_in_the_readme_are_all_there_are_with_their_defaults():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = yaml.safe_load(text.split("## Settings\n\n```yaml\n")[1].split("```")[0])
+    config = IngestConfig.from_dict(shown)
+    example = {"sources": shown["sources"], "tokenizer": {"path": "tokenizer.json"}, "epochs": 1}
+    example["storage"] = {"endpoint": config.storage.endpoint, "region": config.storage.region}
+    assert config == IngestConfig.from_dict(example)
+    for name in ("storage", "tokenizer", "packing", "shuffle", "resources"):
+        assert set(shown[name]) == {field.name for field in fields(getattr(config, name))}, name
+    assert set(shown) == {field.name for field in fields(config)} - {"total_tokens"}
