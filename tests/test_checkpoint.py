@@ -1,16 +1,18 @@
 """What a rank saves: copied before it is written, whole or in shards, and never more than data when it is read."""
 
 import contextlib
+import io
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.fsdp import fully_shard
 
 import ingest
-from ingest.checkpoint import Snapshot, restore
+from ingest.checkpoint import Snapshot, _Index, restore
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -180,6 +182,27 @@ def test_an_index_of_shards_that_would_run_code_is_refused_before_it_does(tmp_pa
     with pytest.raises(ingest.ResumeError, match=r"must hold sizes and names alone; got pathlib\.Path\.touch"):
         restore(tmp_path, 0, model)
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Pickles as what ``getattr`` gives."""
+
+    def __init__(self, of, name):
+        self._asked = of, name
+
+    def __reduce__(self):
+        return getattr, self._asked
+
+
+def test_an_index_of_shards_may_name_a_member_of_an_enumeration_and_no_other_attribute(tmp_path, alone):
+    member = pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Index(io.BytesIO(member)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    model = fully_shard(torch.nn.Linear(2, 2))
+    Snapshot.take(0, model).write(tmp_path)
+    for of, name in ((_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "numel"), (2, "real")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(of, name)))
+        with pytest.raises(ingest.ResumeError, match=f"got an attribute '{name}' of "):
+            restore(tmp_path, 0, model)
 
 
 def test_a_value_beside_the_shards_that_would_run_code_is_refused_before_it_does(tmp_path, alone):
