@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-SETTLE_S = 0.05  # an idle thread waits so long for an earlier window than the first one that is asked for
+SETTLE_S = 0.3  # an idle thread waits so long for an earlier window than the first one that is asked for
 
 T = TypeVar("T")
 

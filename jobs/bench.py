@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
         if done.returncode:
             print(f"{name} failed: {done.stderr[-2000:]}", file=sys.stderr)
             return 1
-        results[name].append(json.loads(done.stdout.splitlines()[-1]))
+        figures = [line for line in done.stdout.splitlines() if line.startswith("{")]  # Ray may have the last word
+        results[name].append(json.loads(figures[-1]))
         print(f"{name:<10} {results[name][-1]}", file=sys.stderr, flush=True)
     report(results)
     return 0
