@@ -116,10 +116,11 @@ def index_source(
     full = [item for item in indexed if item.rows]
     if not full:
         raise DataError(f"source {source.name} must hold rows; its {len(files)} files hold none: check its path")
-    read = full if columns.filter is None or packed is not None else [*_groups(full)]
-    if columns.filter is not None and not read:
+    chosen = columns.filter if packed is None else None
+    read = full if chosen is None else [*_groups(full)]
+    if chosen is not None and not read:
         raise DataError(
-            f"source {source.name}: filter {columns.filter.text} must leave rows; by the statistics of "
+            f"source {source.name}: filter {chosen.text} must leave rows; by the statistics of "
             f"{sum(len(item.rows) for item in full)} row groups it leaves none: mend it, or leave the source out"
         )
     spread = (
@@ -140,10 +141,10 @@ def index_source(
     if len(full) < len(indexed):
         warnings.append(f"{len(indexed) - len(full)} of {len(files)} files hold no rows")
     warnings += [f"skipped {path}: {reason}" for path, reason in skipped]
-    if columns.filter is not None and packed is None:
+    if chosen is not None:
         sizes = [size for item in full for size in item.text_bytes]
         warnings.append(
-            f"filter {columns.filter.text}: rows are those before it, tokens those behind it, as sampled; statistics "
+            f"filter {chosen.text}: rows are those before it, tokens those behind it, as sampled; statistics "
             f"rule out {sizes.count(0)} of {len(sizes)} row groups, which are not read"
         )
     if tokens_per_mib is None:
@@ -299,13 +300,13 @@ def _groups(indexed: list[_Indexed]) -> Iterator[_Indexed]:
 def _sample_rows(
     storage: Storage, item: _Indexed, columns: Columns, skip: bool, encode_rows: EncodeRows
 ) -> tuple[int, int]:
-    """Tokens of a file's first row group with rows that count, as its first documents promise, and its bytes.
+    """Tokens of a file's first row group with rows, as its first documents promise, and its bytes.
 
     Where a filter leaves few rows, more are looked at.
     """
-    first = next((place for place, size in enumerate(item.text_bytes) if size), 0)  # 0 where no row counts
-    path, group, (size_bytes, footer_hash) = item.entry.path, item.row_groups[first], item.entry.content
-    most = max(_SAMPLE_DOCUMENTS, min(_MOST_ROWS, _MOST_BYTES * item.rows[first] // max(1, item.text_bytes[first])))
+    path, group, (size_bytes, footer_hash) = item.entry.path, item.row_groups[0], item.entry.content
+    num_rows, num_bytes = item.rows[0], item.text_bytes[0]
+    most = max(_SAMPLE_DOCUMENTS, min(_MOST_ROWS, _MOST_BYTES * num_rows // max(1, num_bytes)))
     unit = UnitSpec(0, 0, path, group, size_bytes, footer_hash)
     rows = tokens = size = left_out = 0
     options = {"batch_rows": 16, "request_bytes": _SAMPLE_REQUEST_BYTES}
@@ -319,7 +320,7 @@ def _sample_rows(
             rows, size = rows + len(array), size + next(documents([array])).nbytes
         if size >= _SAMPLE_BYTES or rows - left_out >= _SAMPLE_DOCUMENTS or rows >= most:
             break
-    return tokens * item.rows[first] // max(1, rows), item.text_bytes[first]
+    return tokens * num_rows // max(1, rows), num_bytes
 
 
 def _ratio(samples: Iterable[tuple[int, int]]) -> int | None:

@@ -85,9 +85,8 @@ class Compare:
             return ANYTHING
         value, low, high = _scalar(self.other, of.kind).as_py(), of.low, of.high
         try:
-            if isinstance(value, float) and not isinstance(
-                low, bytes
-            ):  # those of float16 are raw, and float takes digits
+            raw = isinstance(low, bytes)  # those of float16 are, and float takes digits
+            if isinstance(value, float) and not raw:
                 low, high = float(low), float(high)  # rounds as rows do, and keeps their order
             if isinstance(value, datetime):  # of nanoseconds these may be rounded
                 low, high = low - timedelta(microseconds=1), high + timedelta(microseconds=1)
