@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ingest.thrift import varint
+from ingest.thrift import read_struct
 
 TRUE, FALSE, BYTE, BINARY, LIST, STRUCT = 1, 2, 3, 8, 9, 12
 
@@ -24,8 +24,8 @@ def alter(path: Path, change: Callable[[dict], object]) -> None:
     """Rewrites the footer of a file as ``change`` leaves it."""
     data = path.read_bytes()
     begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    footer, end = _read(data, begin, STRUCT)
-    assert (end, _write(STRUCT, footer)) == (len(data) - 8, data[begin:-8])
+    footer = read_struct(data[begin:-8], lambda kind, value: [kind, value])
+    assert _write(STRUCT, footer) == data[begin:-8]  # to the last byte
     change(footer)
     new = _write(STRUCT, footer)
     path.write_bytes(data[:begin] + new + len(new).to_bytes(4, "little") + b"PAR1")
@@ -34,43 +34,6 @@ def alter(path: Path, change: Callable[[dict], object]) -> None:
 def chunk(footer: dict, group: int = 0, column: int = 0) -> dict:
     """The metadata of one column chunk."""
     return footer[GROUPS][1][1][group][CHUNKS][1][1][column][3][1]
-
-
-def _read(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    if kind in (TRUE, FALSE):
-        return kind == TRUE, at
-    if kind == BYTE:
-        return data[at], at + 1
-    if kind == BINARY:
-        length, at = varint(data, at)
-        return data[at : at + length], at + length
-    if kind == LIST:
-        return _read_list(data, at)
-    if kind == STRUCT:
-        return _read_struct(data, at)
-    value, at = varint(data, at)
-    return (value >> 1) ^ -(value & 1), at
-
-
-def _read_list(data: bytes, at: int) -> tuple[list, int]:
-    count, of, at = data[at] >> 4, data[at] & 15, at + 1
-    if count == 15:
-        count, at = varint(data, at)
-    values = []
-    for _ in range(count):
-        value, at = _read(data, at, BYTE if of in (TRUE, FALSE) else of)
-        values.append(value)
-    return [of, values], at
-
-
-def _read_struct(data: bytes, at: int) -> tuple[dict[int, list], int]:
-    fields: dict[int, list] = {}
-    number = 0
-    while data[at]:
-        number, of, at = number + (data[at] >> 4), data[at] & 15, at + 1  # Parquet's numbers are never 16 apart
-        value, at = _read(data, at, of)
-        fields[number] = [of, value]
-    return fields, at + 1
 
 
 def _number(value: int) -> bytes:
